@@ -1,4 +1,4 @@
-"""What activations cost: peak memory and time of a step, kept, offloaded, recomputed or a mix; prints Markdown.
+"""What activations cost: peak memory and time of a step, kept, recomputed or a mix; prints Markdown.
 
 python benchmarks/activations.py [model] [batch]          (resnet152 128; needs an NVIDIA GPU and torchvision)
 """
@@ -18,8 +18,8 @@ from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint
 
 from anabranch.lean.activations.blocks import blocks_of
-from anabranch.lean.activations.policy import Activations, ManagedActivations
-from anabranch.lean.activations.speeds import measure_link
+from anabranch.lean.activations.managed import ManagedActivations, choose_activations
+from anabranch.lean.options import Mode
 from anabranch.tools.bench.zoo import model_and_step
 
 WARM, ROUNDS = 6, 10  # the mix is chosen after two steps
@@ -44,17 +44,13 @@ def main() -> None:
     name = sys.argv[1] if len(sys.argv) > 1 else "resnet152"
     batch = int(sys.argv[2]) if len(sys.argv) > 2 else 128
     device = torch.device("cuda", 0)
-    link = measure_link(device)
     print(f"\n{datetime.now(UTC).date()}, {torch.cuda.get_device_name(device)}, torch {torch.__version__}.")
     print(f"{name}, batch {batch}, SGD with momentum, fp32; medians of {ROUNDS} steps after {WARM}.")
-    rates = f"{link.out_nbytes_per_s / 1e9:.1f} GB/s out and {link.back_nbytes_per_s / 1e9:.1f} GB/s back"
-    print(f"Pinned host memory: {rates}, both at once.\n")
-    print("| activations | peak GiB | ms a step | interquartile | |\n|---|---|---|---|---|")
+    print("\n| activations | peak GiB | ms a step | interquartile | |\n|---|---|---|---|---|")
     variants: dict[str, tuple[Prepare, Callable[[], AbstractContextManager[object]]]] = {
         "kept": (managed("keep"), nullcontext),
         "torch's checkpoint, per block": (checkpointed, nullcontext),
         "torch's save_on_cpu(pin_memory=True)": (managed("keep"), lambda: save_on_cpu(pin_memory=True)),
-        "offloaded": (managed("offload"), nullcontext),
         "recomputed": (managed("recompute"), nullcontext),
     }
     for budget in BUDGETS_GIB:
@@ -68,11 +64,16 @@ def main() -> None:
         torch.cuda.empty_cache()
 
 
-def managed(mode: str, budget_nbytes: int | None = None) -> Prepare:
-    """Ours."""
+def managed(mode: Mode, budget_nbytes: int | None = None) -> Prepare:
+    """Ours; in mode "auto" every forward begins with a choice, until there is one."""
 
     def prepare(model: nn.Module) -> ManagedActivations:
-        return ManagedActivations(model, Activations(mode, budget_nbytes))  # type: ignore[arg-type]
+        ours = ManagedActivations(model, mode)
+        if mode == "auto":
+            model.register_forward_pre_hook(
+                lambda *_: ours.choose(lambda blocks: choose_activations(blocks, budget_nbytes)), prepend=True
+            )
+        return ours
 
     return prepare
 
@@ -105,8 +106,6 @@ def measured(
             torch.cuda.reset_peak_memory_stats(device)
         marks.append(torch.cuda.Event(enable_timing=True))
         marks[-1].record()
-        if ours is not None:
-            ours.choose()
         with around():
             step(model)
         optimizer.step()
@@ -122,7 +121,7 @@ def measured(
 
 
 def noted(ours: ManagedActivations | None) -> str:
-    """What was chosen, and what the offloader did."""
+    """What was chosen."""
     if ours is None:
         return ""
     words = []
@@ -131,11 +130,6 @@ def noted(ours: ManagedActivations | None) -> str:
         words.append(", ".join(f"{taken.count(action)} {action}" for action in dict.fromkeys(taken)))
         forecast = ours.choice.forecast
         words.append(f"predicted {forecast.peak_nbytes / GIB:.2f} GiB, +{forecast.extra_s * 1e3:.0f} ms")
-    if ours.offloader is not None:
-        counts = ours.offloader.counts
-        words.append(
-            f"host {ours.offloader.pool.nbytes / GIB:.1f} GiB, {counts.late_fetches} late, {counts.forward_waits} waits"
-        )
     return "; ".join(words)
 
 

@@ -56,13 +56,12 @@ from torch import nn
 from torch.distributed import TCPStore  # type: ignore[attr-defined] # not exported to type checkers
 
 import anabranch as ab
-from anabranch.lean.activations.policy import Mode
+from anabranch.lean.options import Mode
 from anabranch.tools.predict.memory.modes import (
     DDP,
     LEAN,
     LEAN_BF16,
     LEAN_DENSE,
-    LEAN_HOST,
     LEAN_INT8,
     NAIVE,
     OUR_MODES,
@@ -131,12 +130,10 @@ SYSTEMS: Mapping[str, Way] = {
     "lean": lean("Lean, in place", LEAN),
     "bf16": lean("Lean, residuals bf16", LEAN_BF16),
     "int8": lean("Lean, residuals int8", LEAN_INT8),
-    "host": lean("Lean, residuals on the host", LEAN_HOST),
     "dense": lean("Lean, dense", LEAN_DENSE),
     "recomputed": lean("Lean, recomputed", LEAN, recomputed=True),
     "recomputed-bf16": lean("Lean, recomputed, residuals bf16", LEAN_BF16, recomputed=True),
     "recomputed-int8": lean("Lean, recomputed, residuals int8", LEAN_INT8, recomputed=True),
-    "recomputed-host": lean("Lean, recomputed, residuals on the host", LEAN_HOST, recomputed=True),
     "recomputed-dense": lean("Lean, dense, recomputed", LEAN_DENSE, recomputed=True),
     "within": lean("Lean, within the limit", LEAN, within="limit"),
     "within-dense": lean("Lean, dense, within the limit", LEAN_DENSE, within="limit"),
@@ -144,7 +141,7 @@ SYSTEMS: Mapping[str, Way] = {
 }
 # What the figures of Lean need, the most wanted first.
 AT_EQUAL_BATCHES = ("ddp", "naive", "lean", "bf16", "dense", "recomputed-int8", "share")
-WITHIN_A_LIMIT = ("checkpoint", "lean", "bf16", "recomputed-bf16", "recomputed-int8", "recomputed-host", "within")
+WITHIN_A_LIMIT = ("checkpoint", "lean", "bf16", "recomputed-bf16", "recomputed-int8", "within")
 COLUMNS = (
     "way", "batch a rank", "peak GiB", "predicted", "in first steps", "more than DDP", "of n", "less than naive",
     "× naive's step", "ms a step", "from – to", "samples/s", "× checkpointing", "× best by hand", "row s",

@@ -15,8 +15,7 @@ import torch.distributed as dist
 from benchmarks.trainings import ON_ONE_RANK, TrainingSetup, compressed_plan, training_of
 from torch._C._distributed_c10d import HashStore
 
-from anabranch.lean.activations.policy import Activations
-from anabranch.lean.options import KEPT, OptimizerFactory
+from anabranch.lean.options import KEPT, Activations, OptimizerFactory
 from anabranch.tools.bench.contestants import PLAN_WARMUP_STEPS
 from anabranch.tools.predict.memory.modes import DEFAULT_MODES, OUR_MODES
 from anabranch.tools.predict.memory.probe import Build, probe

@@ -12,8 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from anabranch.ddp.reducer import unwrap
 from anabranch.exchange.compression import Compress
 from anabranch.exchange.sparse.select import add_pairs
-from anabranch.lean.activations.policy import Activations
-from anabranch.lean.options import KEPT, Lean, OptimizerFactory
+from anabranch.lean.options import KEPT, Activations, Lean, OptimizerFactory
 from anabranch.parallel import DataParallel
 from anabranch.planning.memory import BUCKET_NBYTES, StepProfile, TrainingMode, buckets_by_size
 from anabranch.tools.predict.memory.modes import DDP, NAIVE, OUR_MODES

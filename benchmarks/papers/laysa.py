@@ -7,7 +7,7 @@ from benchmarks.papers.stand_in import bundled
 from benchmarks.papers.table import OURS_ALONE, Figure, Reasons, Reproduction, Section
 
 from anabranch.planning.memory import MemoryUse, OptimizerMemory, ReadyGradient, Setting, StepProfile
-from anabranch.tools.predict.memory.modes import DDP, LEAN, LEAN_HOST, NAIVE, predict
+from anabranch.tools.predict.memory.modes import DDP, LEAN, LEAN_INT8, NAIVE, predict
 
 PAPER = "LaySA (Zhao, Liu, Wang, Feng: IEEE Access 2021)"
 SOURCE = "the abstract, §3.1; models, GPUs, network, density and batch sizes are not available"
@@ -69,9 +69,9 @@ def without_activations() -> Section:
     """Peak memory without activations, predicted from sizes alone."""
     figures: list[Figure] = []
     for model in MODELS:
-        peaks = {mode: predict(_parameters_only(model), mode, SETTING).nbytes for mode in (DDP, NAIVE, LEAN, LEAN_HOST)}
+        peaks = {mode: predict(_parameters_only(model), mode, SETTING).nbytes for mode in (DDP, NAIVE, LEAN, LEAN_INT8)}
         figures.append(Figure(model, "naive sparse over dense", "×", None, peaks[NAIVE] / peaks[DDP], OURS_ALONE))
-        for mode in (LEAN, LEAN_HOST):
+        for mode in (LEAN, LEAN_INT8):
             saved = 100 * (1 - peaks[mode] / peaks[NAIVE])
             word = (
                 OURS_ALONE
@@ -109,7 +109,7 @@ def with_activations() -> Section:
     """Peaks of whole steps, run on tensors without data, where torchvision is installed."""
     figures: list[Figure] = []
     for model, batch in WITH_ACTIVATIONS:
-        what = f"{LEAN_HOST}, activations too: saved"
+        what = f"{LEAN_INT8}, activations recomputed: saved"
         if find_spec("torchvision") is None:
             word = "not predicted here: torchvision is not installed"
             figures.append(Figure(f"{model}, batch {batch}", what, "%", SAVED, None, word))
@@ -117,7 +117,7 @@ def with_activations() -> Section:
             word = "predicted, not measured; LaySA's model is not known"
             figures.append(Figure(f"{model}, batch {batch}", what, "%", SAVED, saved_percent(model, batch), word))
     return Section(
-        "Memory of a whole step, Lean with residuals and activations in host memory",
+        "Memory of a whole step, Lean with residuals in int8 and activations recomputed",
         SOURCE,
         "predicted by anabranch.tools.predict.memory from a step on tensors without data: 4 ranks, 1 %, SGD with "
         "momentum, against naive sparse that keeps everything; not measured",
@@ -128,11 +128,10 @@ def with_activations() -> Section:
 def saved_percent(model: str, batch: int) -> float:
     """How much less Lean is predicted to need than naive sparse, in percent."""
     from anabranch.tools.bench import zoo
-    from anabranch.tools.predict.memory.estimator import OPTIMIZERS
+    from anabranch.tools.predict.memory.estimator import OPTIMIZERS, with_recomputation
     from anabranch.tools.predict.memory.probe import probe
 
-    def step(offload: bool) -> StepProfile:
-        return probe(zoo.build_at(model, batch), OPTIMIZERS["momentum"], offload=offload)
-
-    lean, naive = predict(step(True), LEAN_HOST, SETTING), predict(step(False), NAIVE, SETTING)
+    build, optimizer = zoo.build_at(model, batch), OPTIMIZERS["momentum"]
+    lean = predict(probe(with_recomputation(build), optimizer), LEAN_INT8, SETTING)
+    naive = predict(probe(build, optimizer), NAIVE, SETTING)
     return 100 * (1 - lean.nbytes / naive.nbytes)

@@ -42,8 +42,7 @@ if _TYPE_CHECKING:
     from anabranch.fsdp.shard import block_names, shard
     from anabranch.fsdp.trial import FoundSharding, find_sharding
     from anabranch.fsdp.watch import Watch, watch
-    from anabranch.lean.activations.policy import Activations
-    from anabranch.lean.options import Lean
+    from anabranch.lean.options import Activations, Lean
     from anabranch.lean.parallel import LeanDataParallel
     from anabranch.observe.loggers import JsonLines, Progress, TensorBoard, WandB
     from anabranch.observe.metrics import Logger, Metrics
@@ -116,7 +115,7 @@ _sys.modules.update({"anabranch.planners": planners, "anabranch.sharded": sharde
 
 # Imported on first use, since they import torch, which planning does not need.
 _WITH_TORCH = {
-    "Activations": "anabranch.lean.activations.policy",
+    "Activations": "anabranch.lean.options",
     "Auto": "anabranch.values.kinds.options",
     "CommHookState": "anabranch.frameworks.comm_hooks",
     "CommState": "anabranch.frameworks.checkpoint",

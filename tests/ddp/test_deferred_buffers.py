@@ -12,7 +12,7 @@ from anabranch.ddp.deferred_buffers import DeferredBuffers
 from anabranch.exchange.groups import clone_group
 from anabranch.exchange.lanes import Lanes
 from parallel.twins import WIDTH, batch, plain_train, ring, scatter
-from ranks import on_ranks
+from ranks import cases_on_ranks, on_ranks
 
 CPU = torch.device("cpu")
 
@@ -99,25 +99,22 @@ def changed(rank: int, what: str) -> dict[str, Any]:
     return {"installed": installed, "values": values}
 
 
-@pytest.mark.parametrize(
-    ("what", "installed"),
-    [
-        ("nothing", True),
-        ("in place on rank 0", False),
-        ("in place on rank 1", True),
-        ("replaced on rank 0", False),
-        ("replaced on rank 1", True),
-        ("another shape", False),
-        ("another dtype", False),
-        ("one more", False),
-        ("one less", False),
-    ],
-)
-def test_all_ranks_decide_alike(what: str, installed: bool) -> None:
-    answers = on_ranks(changed, 2, what)
-    assert [answer["installed"] for answer in answers] == [installed] * 2
-    if installed:
-        assert answers[0]["values"] == answers[1]["values"]
+def test_all_ranks_decide_alike() -> None:
+    installed = {
+        "nothing": True,
+        "in place on rank 0": False,
+        "in place on rank 1": True,
+        "replaced on rank 0": False,
+        "replaced on rank 1": True,
+        "another shape": False,
+        "another dtype": False,
+        "one more": False,
+        "one less": False,
+    }
+    for what, answers in cases_on_ranks({what: (changed, what) for what in installed}, 2).items():
+        assert [answer["installed"] for answer in answers] == [installed[what]] * 2, what
+        if installed[what]:
+            assert answers[0]["values"] == answers[1]["values"], what
 
 
 def none(rank: int) -> bool:
@@ -127,10 +124,6 @@ def none(rank: int) -> bool:
     answer = rig.behind.install()
     rig.lanes.close()
     return answer
-
-
-def test_a_model_without_buffers() -> None:
-    assert on_ranks(none, 2) == [False, False]
 
 
 def broadcasts(rank: int, doing: str) -> int:
@@ -165,6 +158,7 @@ def broadcasts(rank: int, doing: str) -> int:
     return count
 
 
-@pytest.mark.parametrize(("doing", "expected"), [("training", 0), ("writing", 6), ("evaluating", 0)])
-def test_nothing_is_broadcast_before_a_forward_unless_it_must_be(doing: str, expected: int) -> None:
-    assert on_ranks(broadcasts, 2, doing) == [expected, expected]
+def test_nothing_is_broadcast_before_a_forward_unless_it_must_be() -> None:
+    cases = {doing: (broadcasts, doing) for doing in ("training", "writing", "evaluating")}
+    found = cases_on_ranks({**cases, "without buffers": (none,)}, 2)
+    assert found == {"training": [0, 0], "writing": [6, 6], "evaluating": [0, 0], "without buffers": [False, False]}

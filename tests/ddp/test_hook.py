@@ -2,14 +2,13 @@
 
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from anabranch import Bucket, Plan
-from anabranch.ddp.hook import PlanHook
+from anabranch.ddp.layout import PlanHook
 from anabranch.ddp.reducer import Reduction, reduced_parameters, relayout
 from anabranch.exchange.collectives import Collectives
 from anabranch.exchange.dense import DenseExchanges
@@ -19,7 +18,7 @@ from anabranch.exchange.quantised.exchanges import QuantisedExchanges
 from anabranch.observe.clock import HostClock
 from anabranch.observe.step_timer import StepTimer
 from parallel.twins import WIDTH, batch, bits
-from ranks import on_ranks
+from ranks import cases_on_ranks, on_ranks
 
 CPU = torch.device("cpu")
 PLAN = Plan(
@@ -70,7 +69,7 @@ class Rig:
         return {name: [p.grad, ours[name].grad] for name, p in theirs.items() if p.grad is not None}
 
 
-def each_bucket_its_own_way(rank: int, options: dict[str, Any]) -> list[list[str]]:
+def each_bucket_by_its_own(rank: int, options: dict[str, Any]) -> list[list[str]]:
     """Which gradients are not DDP's to the last bit, step by step, the first included."""
     rig = Rig(**options)
     apart = []
@@ -84,14 +83,11 @@ def each_bucket_its_own_way(rank: int, options: dict[str, Any]) -> list[list[str
     return apart
 
 
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"static_graph": True}, {"find_unused_parameters": True}, {"gradient_as_bucket_view": True}],
-    ids=["plain", "static", "unused", "views"],
-)
-def test_each_bucket_is_exchanged_by_its_own_collective(options: dict[str, Any]) -> None:
-    for apart in on_ranks(each_bucket_its_own_way, 2, options):
-        assert apart == [["0.weight", "2.bias"]] * 4, "only what bfloat16 has rounded"
+def test_each_bucket_is_exchanged_by_its_own_collective() -> None:
+    names = ("static_graph", "find_unused_parameters", "gradient_as_bucket_view")
+    options: list[dict[str, Any]] = [{}, *({name: True} for name in names)]
+    for name, answers in cases_on_ranks({str(one): (each_bucket_by_its_own, one) for one in options}, 2).items():
+        assert answers == [[["0.weight", "2.bias"]] * 4] * 2, f"{name}: only what bfloat16 has rounded"
 
 
 def divisor(rank: int) -> list[float]:

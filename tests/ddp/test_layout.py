@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from anabranch.ddp.reducer import unwrap
 from parallel.twins import WIDTH, Feature, Model, batch, different, twins
-from ranks import on_ranks
+from ranks import cases_on_ranks
 
 
 class Net(nn.Module):
@@ -76,8 +76,8 @@ def changed(rank: int, name: str, at: int, scenario: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("scenario", ["is given the plan", "plans again and again"])
 @pytest.mark.parametrize("at", [0, 1, 9])
-@pytest.mark.parametrize("name", CHANGES)
-def test_a_module_that_is_changed_after_wrapping(name: str, at: int, scenario: str) -> None:
-    for answer in on_ranks(changed, 2, name, at, scenario):
-        assert answer["apart"] == []
-        assert CHANGES[name][2] in answer["explained"]
+def test_a_module_that_is_changed_after_wrapping(at: int, scenario: str) -> None:
+    for name, answers in cases_on_ranks({name: (changed, name, at, scenario) for name in CHANGES}, 2).items():
+        for answer in answers:
+            assert answer["apart"] == [], name
+            assert CHANGES[name][2] in answer["explained"], name

@@ -23,7 +23,7 @@ from anabranch.ddp.reducer import (
 from anabranch.parallel import DataParallel
 from ddp.inspection import layout_in_force
 from parallel.twins import WIDTH, batch, bits, mlp, ring
-from ranks import on_ranks
+from ranks import cases_on_ranks, on_ranks
 
 
 class Odd(nn.Module):
@@ -118,12 +118,12 @@ def relayouts(rank: int, mode: str, hooked: bool, rounds: int = 6) -> dict[str, 
 
 
 @pytest.mark.parametrize("hooked", [False, True], ids=["no hook", "hook"])
-@pytest.mark.parametrize("mode", MODES)
-def test_random_layouts_in_a_row(mode: str, hooked: bool) -> None:
-    for answer in on_ranks(relayouts, 2, mode, hooked):
-        assert answer["wrong"] == []
-        assert answer["apart"] == []
-        assert answer["orders"] == ([True] if hooked else []), "buckets are launched in the layout's order"
+def test_random_layouts_in_a_row(hooked: bool) -> None:
+    for mode, answers in cases_on_ranks({mode: (relayouts, mode, hooked) for mode in MODES}, 2).items():
+        for answer in answers:
+            assert answer["wrong"] == [], mode
+            assert answer["apart"] == [], mode
+            assert answer["orders"] == ([True] if hooked else []), "buckets are launched in the layout's order"
 
 
 def there_and_back(rank: int, mode: str) -> dict[str, Any]:
@@ -152,15 +152,15 @@ def there_and_back(rank: int, mode: str) -> dict[str, Any]:
     return {"own": own, "again": again, "known": known, "at once": train(1), "hooks": hooks}
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_back_to_ddps_own(mode: str) -> None:
-    for answer in on_ranks(there_and_back, 2, mode):
-        assert answer["again"] == answer["own"]
-        assert answer["hooks"] == 0
-        if "unused" in mode and "static" not in mode:
-            assert answer["known"] is None, "DDP never rebuilds there"
-        else:
-            assert answer["known"] == answer["at once"] == answer["own"]
+def test_back_to_ddps_own() -> None:
+    for mode, answers in cases_on_ranks({mode: (there_and_back, mode) for mode in MODES}, 2).items():
+        for answer in answers:
+            assert answer["again"] == answer["own"], mode
+            assert answer["hooks"] == 0
+            if "unused" in mode and "static" not in mode:
+                assert answer["known"] is None, "DDP never rebuilds there"
+            else:
+                assert answer["known"] == answer["at once"] == answer["own"], mode
 
 
 def unfinished(rank: int) -> str:
@@ -278,6 +278,7 @@ def seen_reductions(rank: int, mode: str) -> list[int]:
     return [*counts, len(ends)]
 
 
-@pytest.mark.parametrize("mode", ["plain", "unused", "static", "views", "odd", "one parameter"])
-def test_a_reduction_is_seen_once(mode: str) -> None:
-    assert on_ranks(seen_reductions, 2, mode) == [[1, 2, 3, 4, 5, 5]] * 2
+def test_a_reduction_is_seen_once() -> None:
+    modes = ["plain", "unused", "static", "views", "odd", "one parameter"]
+    for mode, counts in cases_on_ranks({mode: (seen_reductions, mode) for mode in modes}, 2).items():
+        assert counts == [[1, 2, 3, 4, 5, 5]] * 2, mode

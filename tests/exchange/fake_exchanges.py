@@ -1,6 +1,5 @@
 """A family of exchanges and a memory of its own, for tests of what is independent of real exchanges."""
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -81,7 +80,7 @@ class FakeMemory:
     def use_plan(self, plan: Plan | None) -> None:
         self.calls.append(f"use_plan {None if plan is None else len(plan)}")
 
-    def store_residuals(self, how: str, settle: Callable[[ResidualState], object]) -> None:
+    def store_residuals(self, how: str) -> None:
         self.calls.append(f"store_residuals {how}")
 
     def summary(self) -> list[str]:

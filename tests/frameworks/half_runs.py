@@ -1,6 +1,6 @@
 """Trainings in fp16 by Transformers, Accelerate and Lightning, on the ranks of a lab; run as a program.
 
-    anabranch lab --hosts 2 --rate unshaped --backend nccl -- python tests/integrations/half_runs.py OUT.json
+    anabranch lab --hosts 2 --rate unshaped --backend nccl -- python tests/frameworks/half_runs.py OUT.json
 
 Each is trained by stock DDP and by anabranch, with accumulation, clipping and a GradScaler that begins too high: steps
 are skipped and the scale falls, and rises again. With Ok-Topk one is stopped, and resumed from its checkpoint. Rank 0

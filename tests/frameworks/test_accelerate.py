@@ -264,7 +264,7 @@ def refusals(rank: int) -> list[str]:
     hooked = DistributedDataParallelKwargs(comm_hook=DDPCommunicationHookType.POWER_SGD)
     memory = ab.Lean(optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1))
     refused(accelerator(rank, {"memory": memory}, kwargs_handlers=[hooked]).prepare, linear())
-    with patch("accelerate.Accelerator.distributed_type", "FSDP"), patch("integrations.test_accelerate.dist"):
+    with patch("accelerate.Accelerator.distributed_type", "FSDP"), patch("frameworks.test_accelerate.dist"):
         from accelerate import Accelerator
 
         refused(use_anabranch, Accelerator(cpu=True))

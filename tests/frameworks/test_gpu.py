@@ -1,7 +1,7 @@
 """fp16 through Transformers, Accelerate and Lightning on a GPU, which two ranks of a lab share, beside stock DDP.
 
 Needs root, pyroute2 and the frameworks, of which those that are not installed are left out:
-pytest -m gpu tests/integrations/test_gpu.py -s
+pytest -m gpu tests/frameworks/test_gpu.py -s
 """
 
 import json

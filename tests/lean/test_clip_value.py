@@ -10,6 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_value_
 
 import anabranch as ab
+from lean.launches import each_on_ranks
 from lean.test_clipping import lean_of
 from lean.test_parallel import OPTIMIZERS, made, tokens
 from ranks import on_ranks
@@ -35,9 +36,8 @@ def beside_ddp(rank: int, optimizer: str) -> None:
     lean.close()
 
 
-@pytest.mark.parametrize("optimizer", ["momentum", "adamw"])
-def test_weights_are_those_of_ddp(optimizer: str) -> None:
-    on_ranks(beside_ddp, 2, optimizer)
+def test_weights_are_those_of_ddp() -> None:
+    each_on_ranks(beside_ddp, 2, [("momentum",), ("adamw",)])
 
 
 def by_torch(rank: int) -> list[str]:

@@ -11,11 +11,12 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import anabranch as ab
-from anabranch.lean.held_updates import NonzeroValues
+from anabranch.lean.update import NonzeroValues
 from anabranch.values.errors import UpdateError
+from lean.launches import Answers, each_on_ranks
 from lean.test_parallel import OPTIMIZERS, made, planned, tokens
 from parallel.given_gradients import COLUMNS, ROWS, GivenGradients, gradients
-from ranks import on_ranks
+from ranks import cases_on_ranks, on_ranks
 
 STEPS = 6
 CLIP = 0.05  # below all norms of these trainings
@@ -54,21 +55,16 @@ def beside_ddp(
     lean.close()
 
 
-@pytest.mark.parametrize(
-    ("optimizer", "accumulate", "norm_type", "dtype", "lanes"),
-    [
+def test_dense_training_is_that_of_ddp() -> None:
+    scenarios = [
         ("momentum", 1, 2.0, "float32", 1),
         ("adamw", 2, 2.0, "float32", 1),
         ("two groups", 1, math.inf, "float32", 1),
         ("fused", 1, 2.0, "float32", 3),
         ("adamw", 2, math.inf, "float32", 3),
         ("momentum", 1, 1.0, "bfloat16", 1),
-    ],
-)
-def test_dense_training_is_that_of_ddp(
-    optimizer: str, accumulate: int, norm_type: float, dtype: str, lanes: int
-) -> None:
-    on_ranks(beside_ddp, 2, optimizer, accumulate, norm_type, dtype, lanes)
+    ]
+    each_on_ranks(beside_ddp, 2, scenarios, timeout_s=120.0)
 
 
 def step_both(lean: Any, ddp: nn.Module, stepped: torch.optim.Optimizer, *given: Any) -> None:
@@ -115,8 +111,8 @@ def through_the_course(rank: int) -> None:
     lean.close()
 
 
-def test_clipping_does_not_depend_on_the_buckets() -> None:
-    on_ranks(through_the_course, 2)
+def test_clipping_does_not_depend_on_the_buckets(launched: Answers) -> None:
+    assert "through_the_course" in launched  # its own assertions hold on every rank
 
 
 class Either(nn.Module):
@@ -145,8 +141,8 @@ def unused(rank: int) -> None:
     lean.close()
 
 
-def test_unused_parameters_are_left_alone() -> None:
-    on_ranks(unused, 2)
+def test_unused_parameters_are_left_alone(launched: Answers) -> None:
+    assert "unused" in launched  # its own assertions hold on every rank
 
 
 class Failing(torch.optim.SGD):
@@ -174,7 +170,7 @@ def test_a_step_that_fails_is_named() -> None:
         assert "a backward pass was broken off by an exception" in afterwards
 
 
-def beside_oktopk(rank: int, optimizer: str, residuals: str, accumulate: int, compress: str) -> None:
+def beside_oktopk(rank: int, optimizer: str, accumulate: int, compress: str) -> None:
     """Beside DataParallel with the same compression, whose gradients torch clips: weights and residuals, bit by bit."""
     options: Any = ab.OkTopk(density=0.1, warmup_steps=0, deterministic=True)
     kind, options = ("oktopk:0.1", options) if compress == "oktopk" else (compress, compress)
@@ -182,7 +178,7 @@ def beside_oktopk(rank: int, optimizer: str, residuals: str, accumulate: int, co
     plan = planned(plain_model, kind)
     plain = ab.DataParallel(plain_model, plan=plan, compress=options, profile_steps=0)
     stepped = OPTIMIZERS[optimizer]([p for p in plain_model.parameters() if p.requires_grad])
-    lean = lean_of(lean_model, optimizer, {"clip_norm": CLIP, "residuals": residuals}, plan=plan, compress=options)
+    lean = lean_of(lean_model, optimizer, {"clip_norm": CLIP}, plan=plan, compress=options)
     for step in range(STEPS):
         for micro in range(accumulate):
             for model in (plain, lean):
@@ -200,19 +196,14 @@ def beside_oktopk(rank: int, optimizer: str, residuals: str, accumulate: int, co
     lean.close()
 
 
-@pytest.mark.parametrize(
-    ("optimizer", "residuals", "accumulate", "compress"),
-    [
-        ("momentum", "in place", 1, "oktopk"),
-        ("adamw", "in place", 2, "oktopk"),
-        ("fused", "host", 1, "oktopk"),
-        ("momentum", "in place", 1, "int4"),  # has residuals, and averages without zeros
-    ],
-)
-def test_compressed_training_is_that_of_data_parallel(
-    optimizer: str, residuals: str, accumulate: int, compress: str
-) -> None:
-    on_ranks(beside_oktopk, 2, optimizer, residuals, accumulate, compress)
+def test_compressed_training_is_that_of_data_parallel() -> None:
+    scenarios = [
+        ("momentum", 1, "oktopk"),
+        ("adamw", 2, "oktopk"),
+        ("fused", 1, "oktopk"),
+        ("momentum", 1, "int4"),  # has residuals, and averages without zeros
+    ]
+    each_on_ranks(beside_oktopk, 2, scenarios)
 
 
 def scaled(rank: int) -> list[float]:
@@ -239,13 +230,13 @@ def scaled(rank: int) -> list[float]:
     for scaler, model in zip(scalers, (lean, ddp), strict=True):  # Lean sets the scale before the next forward
         model(tokens(9, rank))
         scales.append(scaler.get_scale())
-    assert lean.skipped == len(lean._layout._engine._buckets)
+    assert lean.skipped == len(lean.layout.buckets)
     lean.close()
     return scales
 
 
-def test_a_scaler_skips_the_same_steps_as_under_ddp() -> None:
-    for ours, theirs in on_ranks(scaled, 2):
+def test_a_scaler_skips_the_same_steps_as_under_ddp(launched: Answers) -> None:
+    for ours, theirs in launched["scaled"]:
         assert ours == theirs == 2.0**8
 
 
@@ -280,13 +271,12 @@ def left_out(rank: int, residuals: str) -> dict[str, Any]:
     return answer
 
 
-@pytest.mark.parametrize("residuals", ["in place", "host", "bf16"])
-def test_a_step_that_is_left_out_is_left_out_whole_and_loses_nothing(residuals: str) -> None:
-    answers = on_ranks(left_out, 2, residuals)
-    computed = sum(one["computed"].double() for one in answers)
-    accounted = 2 * answers[0]["applied"].double() + sum(one["waiting"].double() for one in answers)
-    assert float((computed - accounted).abs().max()) < (0.3 if residuals == "bf16" else 1e-4)
-    assert [one["skipped"] for one in answers] == [3, 3]
+def test_a_step_that_is_left_out_is_left_out_whole_and_loses_nothing() -> None:
+    for answers, within in zip(each_on_ranks(left_out, 2, [("in place",), ("bf16",)]), (1e-4, 0.3), strict=True):
+        computed = sum(one["computed"].double() for one in answers)
+        accounted = 2 * answers[0]["applied"].double() + sum(one["waiting"].double() for one in answers)
+        assert float((computed - accounted).abs().max()) < within
+        assert [one["skipped"] for one in answers] == [3, 3]
 
 
 def refused(rank: int) -> str:
@@ -311,8 +301,8 @@ def refused(rank: int) -> str:
     return said
 
 
-def test_a_norm_that_is_not_finite_is_an_error_where_asked_for() -> None:
-    for said in on_ranks(refused, 2):
+def test_a_norm_that_is_not_finite_is_an_error_where_asked_for(launched: Answers) -> None:
+    for said in launched["refused"]:
         assert "the norm of order 2.0 over all gradients is nan: expected a finite one" in said
 
 
@@ -334,15 +324,15 @@ def overflowing(rank: int) -> None:
     lean.close()
 
 
-def test_a_norm_that_overflows_clips_as_torch_does() -> None:
-    on_ranks(overflowing, 2)
+def test_a_norm_that_overflows_clips_as_torch_does(launched: Answers) -> None:
+    assert "overflowing" in launched  # its own assertions hold on every rank
 
 
 def only_measured(rank: int) -> None:
     """An infinite limit: the norm is known, and updates do not wait for it."""
     ours, theirs = made(), made()
     lean, plain = (lean_of(model, "adamw", clip) for model, clip in ((ours, {"clip_norm": math.inf}), (theirs, {})))
-    assert not lean._layout.updates.holds_updates and plain.grad_norm is None
+    assert not lean.layout.updates.holds_updates and plain.grad_norm is None
     for step in range(3):
         for model in (lean, plain):
             model(tokens(step, rank)).backward()
@@ -352,8 +342,8 @@ def only_measured(rank: int) -> None:
     plain.close()
 
 
-def test_the_norm_can_be_known_without_clipping() -> None:
-    on_ranks(only_measured, 2)
+def test_the_norm_can_be_known_without_clipping(launched: Answers) -> None:
+    assert "only_measured" in launched  # its own assertions hold on every rank
 
 
 # torch's own function, by which programs and frameworks clip.
@@ -403,8 +393,8 @@ def by_torch(rank: int) -> list[str]:
     return answers
 
 
-def test_clipping_after_backward_leads_to_lean_or_is_refused() -> None:
-    for limit, norm_type, some, mixed, two, not_finite, without in on_ranks(by_torch, 2):
+def test_clipping_after_backward_leads_to_lean_or_is_refused(launched: Answers) -> None:
+    for limit, norm_type, some, mixed, two, not_finite, without in launched["by_torch"]:
         assert "of max_norm 1.0 and norm_type 2.0 under Lean, with clip_norm 0.5" in limit
         assert "so give Lean(clip_norm=1.0), which clips there" in limit
         assert "give Lean(clip_norm=0.5, norm_type=inf)" in norm_type
@@ -427,17 +417,17 @@ def freed(rank: int) -> list[int]:
     """How much memory of averages there is in backward, at most, and after the step."""
     model = made()
     lean = lean_of(model, "adamw", {"clip_norm": CLIP})
-    slots, most = lean._layout._engine._dense_slots, 0
-    apply = lean._layout.updates.finish_step
+    engine, most = lean.layout, 0
+    apply = engine.updates.finish_step
     tensors: list[torch.Tensor] = []
 
     def finish_step() -> Any:
         nonlocal most
-        tensors.extend(slots._tensors.values())
+        tensors.extend(slot.tensor for slot in engine._dense_slots._slots)
         most = max(most, sum(tensor.untyped_storage().nbytes() for tensor in tensors))
         return apply()
 
-    lean._layout.updates.finish_step = finish_step
+    engine.updates.finish_step = finish_step
     for step in range(3):
         lean(tokens(step, rank)).backward()
     left = sum(tensor.untyped_storage().nbytes() for tensor in tensors)
@@ -445,6 +435,24 @@ def freed(rank: int) -> list[int]:
     return [most, left, sum(p.nbytes for p in model.parameters() if p.requires_grad)]
 
 
-def test_averages_are_freed_when_they_are_applied() -> None:
-    for most, left, expected in on_ranks(freed, 2):
+def test_averages_are_freed_when_they_are_applied(launched: Answers) -> None:
+    for most, left, expected in launched["freed"]:
         assert most == expected and left == 0
+
+
+@pytest.fixture(scope="module")
+def launched() -> Answers:
+    """What each scenario of this file returns on each rank, in one launch."""
+    return cases_on_ranks({one.__name__: (one,) for one in SCENARIOS}, 2, timeout_s=240.0)
+
+
+SCENARIOS: tuple[Callable[[int], object], ...] = (
+    through_the_course,
+    unused,
+    scaled,
+    refused,
+    overflowing,
+    only_measured,
+    by_torch,
+    freed,
+)

@@ -14,7 +14,8 @@ from torch.utils.checkpoint import checkpoint
 
 import anabranch as ab
 from anabranch.values.errors import CollectiveError
-from ranks import on_ranks
+from lean.launches import Answers, each_on_ranks
+from ranks import cases_on_ranks, on_ranks
 
 WIDTH = 16
 
@@ -81,10 +82,9 @@ def computed_again(rank: int, reentrant: bool) -> int:
     return made
 
 
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_checkpointed_parts_make_one_step(reentrant: bool) -> None:
+def test_checkpointed_parts_make_one_step() -> None:
     """A reentrant one runs callbacks when it ends, long before backward does."""
-    assert on_ranks(computed_again, 2, reentrant) == [3, 3]
+    assert each_on_ranks(computed_again, 2, [(True,), (False,)]) == [[3, 3]] * 2
 
 
 def asked_beside(rank: int) -> int:
@@ -101,8 +101,8 @@ def asked_beside(rank: int) -> int:
     return made
 
 
-def test_only_a_backward_is_a_step() -> None:
-    assert on_ranks(asked_beside, 2) == [1, 1]
+def test_only_a_backward_is_a_step(launched: Answers) -> None:
+    assert launched["asked_beside"] == [1, 1]
 
 
 def permuted(rank: int, kind: str, fused: bool) -> None:
@@ -130,10 +130,9 @@ def permuted(rank: int, kind: str, fused: bool) -> None:
     plain.close()
 
 
-@pytest.mark.parametrize(("kind", "fused"), [("dense", True), ("oktopk:0.1", False)])
-def test_channels_last(kind: str, fused: bool) -> None:
+def test_channels_last() -> None:
     """A residual is in the order of its parameter's memory, as under DDP; so is what a fused optimizer gets."""
-    on_ranks(permuted, 2, kind, fused)
+    each_on_ranks(permuted, 2, [("dense", True), ("oktopk:0.1", False)])
 
 
 def frozen(rank: int) -> float:
@@ -148,8 +147,8 @@ def frozen(rank: int) -> float:
     return 0.0
 
 
-def test_frozen_parameters_are_not_updated() -> None:
-    on_ranks(frozen, 2)
+def test_frozen_parameters_are_not_updated(launched: Answers) -> None:
+    assert "frozen" in launched  # its own assertions hold on every rank
 
 
 def broken_off(rank: int) -> list[str]:
@@ -187,9 +186,9 @@ def dropped(rank: int, activations: ab.Activations) -> bool:
     return gone() is None and not any(hooks)
 
 
-@pytest.mark.parametrize("activations", [ab.Activations("keep"), ab.Activations("auto", 1 << 20)])
-def test_a_dropped_wrapper_is_freed(activations: ab.Activations) -> None:
-    assert on_ranks(dropped, 2, activations) == [True, True]
+def test_a_dropped_wrapper_is_freed() -> None:
+    scenarios = [(ab.Activations("keep"),), (ab.Activations("auto", 1 << 20),)]
+    assert each_on_ranks(dropped, 2, scenarios) == [[True, True]] * 2
 
 
 def left_over(rank: int, residuals: str) -> list[list[str]]:
@@ -210,10 +209,9 @@ def left_over(rank: int, residuals: str) -> list[list[str]]:
     return waits
 
 
-@pytest.mark.parametrize("residuals", ["in place", "host"])
-def test_residuals_of_an_old_plan_are_sent_with_buckets_that_are_updated(residuals: str) -> None:
+def test_residuals_of_an_old_plan_are_sent_with_buckets_that_are_updated() -> None:
     last = sorted(planned(Chain()).buckets[2].names)
-    assert on_ranks(left_over, 2, residuals) == [[last, []]] * 2
+    assert each_on_ranks(left_over, 2, [("in place",), ("int8",)]) == [[[last, []]] * 2] * 2
 
 
 def as_programs_are(rank: int) -> float:
@@ -233,8 +231,8 @@ def as_programs_are(rank: int) -> float:
     return float(scheduler.get_last_lr()[0])
 
 
-def test_ordinary_programs_work_unchanged() -> None:
-    assert on_ranks(as_programs_are, 2) == [0.05, 0.05]
+def test_ordinary_programs_work_unchanged(launched: Answers) -> None:
+    assert launched["as_programs_are"] == [0.05, 0.05]
 
 
 class Failing(torch.optim.SGD):
@@ -261,13 +259,10 @@ def failing(rank: int, optimizer: str) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize(
-    ("optimizer", "says"),
-    [("failing", "no room for its state"), ("counting", "changes 'count' in its parameter groups")],
-)
-def test_an_optimizer_that_fails_is_named(optimizer: str, says: str) -> None:
-    answers = on_ranks(failing, 1, optimizer)[0]
-    assert "the optimizer's step failed on this rank" in answers and says in answers
+def test_an_optimizer_that_fails_is_named() -> None:
+    (failed,), (counted,) = each_on_ranks(failing, 1, [("failing",), ("counting",)])
+    assert "the optimizer's step failed on this rank" in failed and "no room for its state" in failed
+    assert "changes 'count' in its parameter groups" in counted
 
 
 def with_nothing(rank: int) -> None:
@@ -282,8 +277,8 @@ def with_nothing(rank: int) -> None:
     lean.close()
 
 
-def test_a_parameter_without_elements() -> None:
-    on_ranks(with_nothing, 2)
+def test_a_parameter_without_elements(launched: Answers) -> None:
+    assert "with_nothing" in launched  # its own assertions hold on every rank
 
 
 def own_affair(rank: int) -> None:
@@ -307,8 +302,8 @@ def own_affair(rank: int) -> None:
     lean.close()
 
 
-def test_a_backward_through_the_module_alone_is_no_step() -> None:
-    on_ranks(own_affair, 2)
+def test_a_backward_through_the_module_alone_is_no_step(launched: Answers) -> None:
+    assert "own_affair" in launched  # its own assertions hold on every rank
 
 
 def frozen_later(rank: int) -> list[int]:
@@ -335,5 +330,21 @@ def frozen_later(rank: int) -> list[int]:
     return alive
 
 
-def test_what_is_frozen_later_keeps_no_gradient_alive() -> None:
-    assert on_ranks(frozen_later, 2) == [[0, 0], [0, 0]]
+def test_what_is_frozen_later_keeps_no_gradient_alive(launched: Answers) -> None:
+    assert launched["frozen_later"] == [[0, 0], [0, 0]]
+
+
+@pytest.fixture(scope="module")
+def launched() -> Answers:
+    """What each scenario of this file returns on each rank, in one launch."""
+    return cases_on_ranks({one.__name__: (one,) for one in SCENARIOS}, 2, timeout_s=240.0)
+
+
+SCENARIOS: tuple[Callable[[int], object], ...] = (
+    asked_beside,
+    frozen,
+    as_programs_are,
+    with_nothing,
+    own_affair,
+    frozen_later,
+)

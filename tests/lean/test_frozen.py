@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import anabranch as ab
+from lean.launches import each_on_ranks
 from ranks import on_ranks
 
 ROWS, COLUMNS = 12, 25
@@ -68,17 +69,14 @@ def frozen_on_some(rank: int, plan: str, ranks: Sequence[int], find_unused: bool
     return [str(caught.value), any(updated), torch.equal(theirs, weights)]
 
 
-@pytest.mark.parametrize(
-    ("plan", "ranks", "find_unused"),
-    [("dense", [1], False), ("sparse", [0], False), ("sparse", [0, 2], True), ("dense", [2], True)],
-)
-def test_freezing_on_some_ranks_is_an_error_on_all_before_any_update(
-    plan: str, ranks: list[int], find_unused: bool
-) -> None:
-    others = [rank for rank in range(3) if rank not in ranks]
-    for words, updated, same in on_ranks(frozen_on_some, 3, plan, ranks, find_unused):
-        assert f"first is frozen (requires_grad is False) on ranks {ranks} and not on ranks {others}" in words
-        assert not updated and same
+def test_freezing_on_some_ranks_is_an_error_on_all_before_any_update() -> None:
+    scenarios = [("dense", [1], False), ("sparse", [0], False), ("sparse", [0, 2], True), ("dense", [2], True)]
+    for scenario, answers in zip(scenarios, each_on_ranks(frozen_on_some, 3, scenarios), strict=True):
+        ranks = scenario[1]
+        others = [rank for rank in range(3) if rank not in ranks]
+        for words, updated, same in answers:
+            assert f"first is frozen (requires_grad is False) on ranks {ranks} and not on ranks {others}" in words
+            assert not updated and same
 
 
 # ---------------------------------------------------------------------------------------------------- on all ranks
@@ -110,14 +108,13 @@ def frozen_for_a_while(rank: int, residuals: str, find_unused: bool) -> dict[str
     return {"given": given, "left": left, "weights": weights}
 
 
-@pytest.mark.parametrize(("residuals", "find_unused"), [("in place", False), ("host", False), ("in place", True)])
-def test_nothing_is_lost_while_a_parameter_is_frozen_on_all_ranks(residuals: str, find_unused: bool) -> None:
-    answers = on_ranks(frozen_for_a_while, 2, residuals, find_unused)
-    for index, name in enumerate((*NAMES, "third")):
-        assert torch.equal(answers[0]["weights"][name], answers[1]["weights"][name])
-        total = sum(answer["given"][index].double() for answer in answers)
-        left = sum(answer["left"][name].double() for answer in answers) if name in NAMES else 0.0
-        torch.testing.assert_close(-2 * answers[0]["weights"][name].double() + left, total, rtol=1e-4, atol=1e-4)
+def test_nothing_is_lost_while_a_parameter_is_frozen_on_all_ranks() -> None:
+    for answers in each_on_ranks(frozen_for_a_while, 2, [("in place", False), ("in place", True)]):
+        for index, name in enumerate((*NAMES, "third")):
+            assert torch.equal(answers[0]["weights"][name], answers[1]["weights"][name])
+            total = sum(answer["given"][index].double() for answer in answers)
+            left = sum(answer["left"][name].double() for answer in answers) if name in NAMES else 0.0
+            torch.testing.assert_close(-2 * answers[0]["weights"][name].double() + left, total, rtol=1e-4, atol=1e-4)
 
 
 def saved_while_frozen(rank: int) -> list[Any]:
@@ -190,13 +187,12 @@ def accumulated_then_frozen(rank: int, plan: str) -> list[torch.Tensor]:
     return answer
 
 
-@pytest.mark.parametrize("plan", ["dense", "sparse"])
-def test_gradients_added_up_before_freezing_come_when_it_is_trained_again(plan: str) -> None:
-    answers = on_ranks(accumulated_then_frozen, 2, plan)
-    assert all(not frozen.any() and waiting for frozen, waiting, _, _ in answers)
+def test_gradients_added_up_before_freezing_come_when_it_is_trained_again() -> None:
     total = sum(drawn(step, rank)[0].double() for step in (0, 2) for rank in range(2))
-    accounted = -2 * answers[0][2].double() + sum(left.double() for _, _, _, left in answers)
-    torch.testing.assert_close(accounted, total, rtol=1e-4, atol=1e-4)
+    for answers in each_on_ranks(accumulated_then_frozen, 2, [("dense",), ("sparse",)]):
+        assert all(not frozen.any() and waiting for frozen, waiting, _, _ in answers)
+        accounted = -2 * answers[0][2].double() + sum(left.double() for _, _, _, left in answers)
+        torch.testing.assert_close(accounted, total, rtol=1e-4, atol=1e-4)
 
 
 def at_random(rank: int, seeds: Sequence[int]) -> list[list[torch.Tensor]]:
@@ -207,7 +203,7 @@ def at_random(rank: int, seeds: Sequence[int]) -> list[list[torch.Tensor]]:
     for seed in seeds:
         chance = random.Random(seed)
         model = Sums()
-        lean = wrapped(model, SPARSE, chance.choice(["in place", "host"]), find_unused_parameters=chance.random() < 0.3)
+        lean = wrapped(model, SPARSE, find_unused_parameters=chance.random() < 0.3)
         given = torch.zeros(3, ROWS, COLUMNS, dtype=torch.float64)
         for step in range(10):
             for name in NAMES if chance.random() < 0.4 else ():

@@ -18,8 +18,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import lr_scheduler, swa_utils
 
 import anabranch as ab
+from lean.launches import Answers, each_on_ranks
 from lean.test_parallel import OPTIMIZERS, Tied, made, tokens
-from ranks import on_ranks
+from ranks import cases_on_ranks, on_ranks
 
 STEPS = 6
 
@@ -56,8 +57,8 @@ def with_step_hooks(rank: int) -> list[str]:
     return called
 
 
-def test_hooks_of_an_optimizer_that_is_taken_over_run_once_per_step() -> None:
-    assert on_ranks(with_step_hooks, 2) == [["before", "after"] * 2] * 2
+def test_hooks_of_an_optimizer_that_is_taken_over_run_once_per_step(launched: Answers) -> None:
+    assert launched["with_step_hooks"] == [["before", "after"] * 2] * 2
 
 
 # step(closure).
@@ -85,8 +86,8 @@ def with_closures(rank: int) -> None:
     lean.close()
 
 
-def test_step_runs_a_closure() -> None:
-    on_ranks(with_closures, 2)
+def test_step_runs_a_closure(launched: Answers) -> None:
+    assert "with_closures" in launched  # its own assertions hold on every rank
 
 
 # An optimizer that was made for DDP.
@@ -127,9 +128,8 @@ def taken_over(rank: int, fused: bool, clip_norm: float | None) -> None:
     assert states[0]["param_groups"] == states[1]["param_groups"]
 
 
-@pytest.mark.parametrize(("fused", "clip_norm"), [(False, None), (True, 0.05)])
-def test_an_optimizer_with_a_scheduler_is_taken_over(fused: bool, clip_norm: float | None) -> None:
-    on_ranks(taken_over, 2, fused, clip_norm)
+def test_an_optimizer_with_a_scheduler_is_taken_over() -> None:
+    each_on_ranks(taken_over, 2, [(False, None), (True, 0.05)])
 
 
 def not_taken_over(rank: int) -> list[str]:
@@ -148,8 +148,8 @@ def not_taken_over(rank: int) -> list[str]:
     return answers
 
 
-def test_an_optimizer_that_cannot_be_taken_over_is_refused() -> None:
-    for missing, others, repeated, none in on_ranks(not_taken_over, 2):
+def test_an_optimizer_that_cannot_be_taken_over_is_refused(launched: Answers) -> None:
+    for missing, others, repeated, none in launched["not_taken_over"]:
         assert "an SGD without embed.weight, and 1 of 7 trained parameters are missing" in missing
         assert "an SGD with 1 parameters that the model does not train" in others
         assert "LBFGS calls the model again and again" in repeated
@@ -183,14 +183,12 @@ def scaled_unannounced(rank: int, make: type[torch.amp.GradScaler], in_a_list: b
     return answers
 
 
-@pytest.mark.parametrize("in_a_list", [False, True])
-@pytest.mark.parametrize("make", [torch.amp.GradScaler, ShardedGradScaler])
-def test_a_scaler_that_is_not_followed_is_an_error_in_the_first_step(
-    make: type[torch.amp.GradScaler], in_a_list: bool
-) -> None:
-    for nobody, another in on_ranks(scaled_unannounced, 2, make, in_a_list):
-        assert "scaled by a GradScaler whose scale is 65536.0" in nobody and "Call follow(scaler)" in nobody
-        assert "follows none" in nobody and "follows another one" in another
+def test_a_scaler_that_is_not_followed_is_an_error_in_the_first_step() -> None:
+    scenarios = [(make, in_a_list) for make in (torch.amp.GradScaler, ShardedGradScaler) for in_a_list in (False, True)]
+    for answers in each_on_ranks(scaled_unannounced, 2, scenarios):
+        for nobody, another in answers:
+            assert "scaled by a GradScaler whose scale is 65536.0" in nobody and "Call follow(scaler)" in nobody
+            assert "follows none" in nobody and "follows another one" in another
 
 
 class Hidden:
@@ -233,8 +231,8 @@ def no_false_alarm(rank: int) -> None:
     hiding.close()
 
 
-def test_other_scalers_are_no_alarm() -> None:
-    on_ranks(no_false_alarm, 2)
+def test_other_scalers_are_no_alarm(launched: Answers) -> None:
+    assert "no_false_alarm" in launched  # its own assertions hold on every rank
 
 
 # Checkpoints.
@@ -300,12 +298,9 @@ def scheduled(rank: int, name: str, optimizer: str) -> None:
     lean.close()
 
 
-@pytest.mark.parametrize(
-    ("name", "optimizer"),
-    [("cosine", "two groups"), ("warm-up", "adamw"), ("one cycle", "momentum"), ("plateau", "two groups")],
-)
-def test_schedules_change_rates_as_under_ddp(name: str, optimizer: str) -> None:
-    on_ranks(scheduled, 2, name, optimizer)
+def test_schedules_change_rates_as_under_ddp() -> None:
+    scenarios = [("cosine", "two groups"), ("warm-up", "adamw"), ("one cycle", "momentum"), ("plateau", "two groups")]
+    each_on_ranks(scheduled, 2, scenarios)
 
 
 def averaged(rank: int, by: str) -> None:
@@ -331,9 +326,8 @@ def averaged(rank: int, by: str) -> None:
     lean.close()
 
 
-@pytest.mark.parametrize("by", ["wrapper", "module", "optimizer"])
-def test_averages_of_weights_are_those_of_ddp(by: str) -> None:
-    on_ranks(averaged, 2, by)
+def test_averages_of_weights_are_those_of_ddp() -> None:
+    each_on_ranks(averaged, 2, [("wrapper",), ("module",), ("optimizer",)])
 
 
 class Adapted(nn.Module):
@@ -383,9 +377,8 @@ def with_adapters(rank: int, taken: bool, compress: bool) -> None:
     lean.close()
 
 
-@pytest.mark.parametrize(("taken", "compress"), [(False, False), (True, False), (True, True)])
-def test_adapters_on_a_frozen_base_train_as_under_ddp(taken: bool, compress: bool) -> None:
-    on_ranks(with_adapters, 2, taken, compress)
+def test_adapters_on_a_frozen_base_train_as_under_ddp() -> None:
+    each_on_ranks(with_adapters, 2, [(False, False), (True, False), (True, True)])
 
 
 def with_compiled_blocks(rank: int, in_place: bool) -> None:
@@ -415,6 +408,19 @@ def with_compiled_blocks(rank: int, in_place: bool) -> None:
     lean.close()
 
 
-@pytest.mark.parametrize("in_place", [True, False])
-def test_compiled_blocks_train_as_under_ddp(in_place: bool) -> None:
-    on_ranks(with_compiled_blocks, 2, in_place, timeout_s=120)
+def test_compiled_blocks_train_as_under_ddp() -> None:
+    each_on_ranks(with_compiled_blocks, 2, [(True,), (False,)], timeout_s=200.0)
+
+
+@pytest.fixture(scope="module")
+def launched() -> Answers:
+    """What each scenario of this file returns on each rank, in one launch."""
+    return cases_on_ranks({one.__name__: (one,) for one in SCENARIOS}, 2, timeout_s=240.0)
+
+
+SCENARIOS: tuple[Callable[[int], object], ...] = (
+    with_step_hooks,
+    with_closures,
+    not_taken_over,
+    no_false_alarm,
+)

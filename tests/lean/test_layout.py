@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import anabranch as ab
-from anabranch.lean.layout import ModuleFingerprint, trained_parameters
+from anabranch.lean.trained_model import ModuleFingerprint, trained_parameters
 from anabranch.tuning.tuner import Tuner
 from ranks import on_ranks
 

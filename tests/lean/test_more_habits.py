@@ -13,9 +13,10 @@ from torch.optim import lr_scheduler, swa_utils
 
 import anabranch as ab
 from anabranch.lean.activations.solver import BudgetError
+from lean.launches import Answers, each_on_ranks
 from lean.test_habits import STEPS, adamw, adapted, same_weights, train, wrapped
 from lean.test_parallel import WIDTH, made, planned, tokens
-from ranks import on_ranks
+from ranks import cases_on_ranks
 
 Pair = list[tuple[Any, Any]]  # ours and stock DDP, each with its optimizer
 
@@ -77,8 +78,8 @@ def with_the_attribute(rank: int) -> int:
     return done
 
 
-def test_accumulation_by_ddps_attribute_is_that_of_ddp() -> None:
-    assert on_ranks(with_the_attribute, 2) == [STEPS, STEPS]
+def test_accumulation_by_ddps_attribute_is_that_of_ddp(launched: Answers) -> None:
+    assert launched["with_the_attribute"] == [STEPS, STEPS]
 
 
 # An optimizer beside Lean's.
@@ -121,8 +122,8 @@ def with_an_optimizer_of_ones_own(rank: int) -> str:
     return str(caught.value)
 
 
-def test_an_optimizer_that_would_do_nothing_is_refused() -> None:
-    for words in on_ranks(with_an_optimizer_of_ones_own, 2):
+def test_an_optimizer_that_would_do_nothing_is_refused(launched: Answers) -> None:
+    for words in launched["with_an_optimizer_of_ones_own"]:
         assert "AdamW.step() finds no gradients" in words and "Use model.optimizer" in words
 
 
@@ -162,9 +163,8 @@ def scheduled(rank: int, name: str) -> None:
     pair[0][0].close()
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
-def test_schedules_of_groups_are_followed(name: str) -> None:
-    on_ranks(scheduled, 2, name)
+def test_schedules_of_groups_are_followed() -> None:
+    each_on_ranks(scheduled, 2, [(name,) for name in SCHEDULES])
 
 
 def frozen_before_the_choice(rank: int) -> tuple[str, bool]:
@@ -181,8 +181,8 @@ def frozen_before_the_choice(rank: int) -> tuple[str, bool]:
     return told, chosen
 
 
-def test_a_parameter_may_be_frozen_before_lean_has_chosen_within_its_budget() -> None:
-    for told, chosen in on_ranks(frozen_before_the_choice, 2):
+def test_a_parameter_may_be_frozen_before_lean_has_chosen_within_its_budget(launched: Answers) -> None:
+    for told, chosen in launched["frozen_before_the_choice"]:
         assert chosen and "within 1.00 GiB" in told
 
 
@@ -200,8 +200,8 @@ def averaged(rank: int) -> None:
     pair[0][0].close()
 
 
-def test_stochastic_weight_averaging_is_that_of_ddp() -> None:
-    on_ranks(averaged, 2)
+def test_stochastic_weight_averaging_is_that_of_ddp(launched: Answers) -> None:
+    assert "averaged" in launched  # its own assertions hold on every rank
 
 
 # Closures, and optimizers that call them again and again.
@@ -229,8 +229,8 @@ def again_and_again(rank: int) -> int:
     return done
 
 
-def test_every_call_of_a_closure_is_a_step() -> None:
-    assert on_ranks(again_and_again, 2) == [4, 4]
+def test_every_call_of_a_closure_is_a_step(launched: Answers) -> None:
+    assert launched["again_and_again"] == [4, 4]
 
 
 # Within a budget.
@@ -260,20 +260,19 @@ def within_beside_ddp(rank: int, what: str) -> str:
     return chosen
 
 
-@pytest.mark.parametrize("what", ["tied", "clipped", "accumulated", "frozen", "adapters"])
-def test_habits_hold_within_a_budget(what: str) -> None:
+def test_habits_hold_within_a_budget() -> None:
     warnings.filterwarnings("ignore", message="find_unused_parameters")
-    one, other = on_ranks(within_beside_ddp, 2, what)
-    assert one == other and one.startswith("within ") and re.search(r"\d (recompute|offload|join)", one), one
+    scenarios = [("tied",), ("clipped",), ("accumulated",), ("frozen",), ("adapters",)]
+    for one, other in each_on_ranks(within_beside_ddp, 2, scenarios, timeout_s=120.0):
+        assert one == other and one.startswith("within ") and re.search(r"\d (recompute|join)", one), one
 
 
-@pytest.mark.parametrize("mode", ["recompute", "offload", "auto"])
-def test_adapters_train_as_under_ddp_whatever_happens_to_activations(mode: str) -> None:
-    on_ranks(adapters, 2, mode)
+def test_adapters_train_as_under_ddp_whatever_happens_to_activations() -> None:
+    each_on_ranks(adapters, 2, [("recompute",), (ab.Activations("auto", 1 << 20),)])
 
 
-def adapters(rank: int, mode: str) -> None:
-    pair = beside_ddp(adapted, activations=mode)
+def adapters(rank: int, activations: Any) -> None:
+    pair = beside_ddp(adapted, activations=activations)
     for step in range(STEPS):
         for model, optimizer in pair:
             train(model, optimizer, rank, range(step, step + 1))
@@ -310,8 +309,8 @@ def poisoned(rank: int) -> list[int]:
     return changed
 
 
-def test_a_gradient_that_is_not_finite_is_skipped_within_a_budget() -> None:
-    assert on_ranks(poisoned, 2) == [[2, 3, 5]] * 2
+def test_a_gradient_that_is_not_finite_is_skipped_within_a_budget(launched: Answers) -> None:
+    assert launched["poisoned"] == [[2, 3, 5]] * 2
 
 
 def refused_then_trained(rank: int) -> None:
@@ -322,8 +321,8 @@ def refused_then_trained(rank: int) -> None:
     lean.close()
 
 
-def test_after_a_budget_that_nothing_fits_the_module_can_be_wrapped_again() -> None:
-    on_ranks(refused_then_trained, 2)
+def test_after_a_budget_that_nothing_fits_the_module_can_be_wrapped_again(launched: Answers) -> None:
+    assert "refused_then_trained" in launched  # its own assertions hold on every rank
 
 
 @pytest.mark.parametrize("text", ["16", "16G", "16GiB/s", "-1GiB", "nanGiB", "infGiB", "0GiB", "GiB", ""])
@@ -352,10 +351,9 @@ def in_half_within(rank: int, pure: bool) -> None:
     in_half(rank, pure, within="1GiB")
 
 
-@pytest.mark.parametrize("pure", [True, False])
 @pytest.mark.parametrize("run", [in_half, in_half_within])
-def test_bfloat16_trains_as_under_ddp(run: Callable[..., None], pure: bool) -> None:
-    on_ranks(run, 2, pure)
+def test_bfloat16_trains_as_under_ddp(run: Callable[..., None]) -> None:
+    each_on_ranks(run, 2, [(True,), (False,)])
 
 
 def frozen_before_wrapping(rank: int) -> str:
@@ -366,8 +364,8 @@ def frozen_before_wrapping(rank: int) -> str:
     return str(caught.value)
 
 
-def test_what_is_frozen_on_one_rank_before_wrapping_is_an_error_on_all() -> None:
-    one, other = on_ranks(frozen_before_wrapping, 2)
+def test_what_is_frozen_on_one_rank_before_wrapping_is_an_error_on_all(launched: Answers) -> None:
+    one, other = launched["frozen_before_wrapping"]
     assert one == other and "inner.0.weight" in one and "grad=False" in one
 
 
@@ -425,8 +423,11 @@ def compiled_inside(how: str) -> nn.Module:
 
 def compiled(rank: int, how: str, memory: str) -> tuple[str, int]:
     """The actions that were chosen, and how often graphs ran in the last step."""
+    torch._dynamo.reset()  # as in a process of its own
     warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor")  # torch's own, in dynamo
-    options: Any = {"within": tightest(with_blocks, rank)} if memory == "within" else {"activations": memory}
+    options: Any = {"activations": ab.Activations("auto", 1 << 30) if memory == "auto" else memory}
+    if memory == "within":
+        options = {"within": tightest(with_blocks, rank)}
     pair = beside_ddp(lambda: compiled_inside(how), **options)
     lean = pair[0][0]
     called = [torch.compile(lean, backend=counting) if "torch.compile(lean)" in how else lean, pair[1][0]]
@@ -450,11 +451,30 @@ def compiled(rank: int, how: str, memory: str) -> tuple[str, int]:
     return actions, runs
 
 
-@pytest.mark.parametrize("memory", ["recompute", "auto", "within"])
 @pytest.mark.parametrize("how", HOW)
-def test_what_is_compiled_trains_as_under_ddp_whatever_happens_to_activations(how: str, memory: str) -> None:
-    (one, runs), (other, _) = on_ranks(compiled, 2, how, memory, timeout_s=120)
-    assert one == other and ("recompute" in one or memory == "auto"), one
-    assert runs > 0 or "recompute" in one, "a model whose blocks are all kept stays compiled"
-    if "block" in how and "," not in how:
-        assert runs == 3 + one.count("recompute"), "every block stays compiled, also where it is computed again"
+def test_what_is_compiled_trains_as_under_ddp_whatever_happens_to_activations(how: str) -> None:
+    scenarios = [(how, memory) for memory in ("recompute", "auto", "within")]
+    for (_, memory), answers in zip(scenarios, each_on_ranks(compiled, 2, scenarios, timeout_s=240.0), strict=True):
+        (one, runs), (other, _) = answers
+        assert one == other and ("recompute" in one or memory == "auto"), one
+        assert runs > 0 or "recompute" in one, "a model whose blocks are all kept stays compiled"
+        if "block" in how and "," not in how:
+            assert runs == 3 + one.count("recompute"), "every block stays compiled, also where it is computed again"
+
+
+@pytest.fixture(scope="module")
+def launched() -> Answers:
+    """What each scenario of this file returns on each rank, in one launch."""
+    return cases_on_ranks({one.__name__: (one,) for one in SCENARIOS}, 2, timeout_s=240.0)
+
+
+SCENARIOS: tuple[Callable[[int], object], ...] = (
+    with_the_attribute,
+    with_an_optimizer_of_ones_own,
+    frozen_before_the_choice,
+    averaged,
+    again_and_again,
+    poisoned,
+    refused_then_trained,
+    frozen_before_wrapping,
+)

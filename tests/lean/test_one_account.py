@@ -14,17 +14,17 @@ from torch.nn.functional import cross_entropy
 
 import anabranch as ab
 from anabranch.lean.activations.cost_model import Action, BlockCosts
-from anabranch.lean.within import Storage, WithinBudget
+from anabranch.lean.memory_budget import Storage
 from anabranch.planning.memory import Setting, peak_footprint
 from anabranch.tools.predict.memory.estimator import ActivationMode, MemoryEstimator
-from anabranch.tools.predict.memory.modes import LEAN, LEAN_BF16, LEAN_DENSE, LEAN_HOST, LEAN_INT8
-from anabranch.tools.predict.memory.probe import Build, Loss, probe
-from ranks import on_ranks
+from anabranch.tools.predict.memory.modes import LEAN, LEAN_BF16, LEAN_DENSE, LEAN_INT8
+from anabranch.tools.predict.memory.probe import Build, Loss
+from lean.launches import each_on_ranks
 
-WIDTH, ROWS, LAYERS, RANKS, DENSITY = 128, 2048, 12, 2, 0.1  # an activation has a MiB: smaller ones are not counted
+WIDTH, ROWS, LAYERS, RANKS, DENSITY = 128, 2048, 12, 2, 0.1  # an activation has a MiB
 SETTING = Setting(ranks=RANKS, density=DENSITY, blas_workspace_nbytes=0)
-MODES = {"in place": LEAN, "host": LEAN_HOST, "bf16": LEAN_BF16, "int8": LEAN_INT8}
-ACTIVATIONS: tuple[ActivationMode, ...] = ("keep", "recompute", "offload")
+MODES = {"in place": LEAN, "bf16": LEAN_BF16, "int8": LEAN_INT8}
+ACTIVATIONS: tuple[ActivationMode, ...] = ("keep", "recompute")
 
 
 def adamw(parameters: Any) -> torch.optim.Optimizer:
@@ -65,13 +65,8 @@ def planned() -> ab.Plan:
 
 
 def everywhere(blocks: list[BlockCosts], activations: ActivationMode) -> dict[str, Action]:
-    """The action of every block; what cannot be recomputed or offloaded is kept."""
-    possible = {"keep": True, "recompute": True, "offload": True}
-    found: dict[str, Action] = {}
-    for block in blocks:
-        possible |= {"recompute": block.recomputes, "offload": block.offloads}
-        found[block.name] = activations if possible[activations] else "keep"
-    return found
+    """The action of every block; what cannot be recomputed is kept."""
+    return {block.name: activations if block.recomputes else "keep" for block in blocks}
 
 
 def live(rank: int, compress: bool, clip_norm: float | None) -> dict[str, list[int]]:
@@ -83,19 +78,16 @@ def live(rank: int, compress: bool, clip_norm: float | None) -> dict[str, list[i
     lean: Any = ab.DataParallel(model, profile_steps=0, plan=plan, compress=options, memory=within)
     for _ in range(3):
         loss(lean).backward()
-    assert isinstance(lean._within, WithinBudget)
-    seen: Any = lean._within._found
-    blocks, link, _ = seen
+    blocks, storages = lean._profiled
     found = {}
-    storages = lean._held().storages(blocks, 1e9, with_host=True)
     for storage in storages:
-        peaks = [storage.peak_nbytes(blocks, link, everywhere(blocks, how)) for how in ACTIVATIONS]
-        found[storage.residuals] = [*peaks, *(probed_peak(storage, how, link) for how in ACTIVATIONS)]
+        peaks = [storage.peak(blocks, everywhere(blocks, how)).nbytes for how in ACTIVATIONS]
+        found[storage.residuals] = [*peaks, *(probed_peak(storage, how) for how in ACTIVATIONS)]
     lean.close()
     return found
 
 
-def probed_peak(storage: Storage, activations: ActivationMode, link: Any) -> int:
+def probed_peak(storage: Storage, activations: ActivationMode) -> int:
     """What Lean would predict if its blocks had shown what a run on tensors without data shows."""
     profile = estimator(activations)._profile(ROWS, activations)
     own = {gradient.name: gradient for gradient in storage.step.profile.gradients}
@@ -106,21 +98,23 @@ def probed_peak(storage: Storage, activations: ActivationMode, link: Any) -> int
         storage.step.profile,
         gradients=seen,
         after_backward=profile.after_backward,
-        offloaded_nbytes=profile.offloaded_nbytes,
     )
-    window_nbytes = max(link.window_nbytes, link.ahead_nbytes)
-    return max(
-        peak_footprint(step, way, replace(setting, window_nbytes=window_nbytes)).nbytes for way, setting in storage.ways
-    )
+    return max(peak_footprint(step, mode, setting).nbytes for mode, setting in storage.exchanges)
 
 
 def estimator(activations: ActivationMode) -> MemoryEstimator:
     return MemoryEstimator(build_at, adamw, activations)
 
 
-@pytest.mark.parametrize(("compress", "clip_norm"), [(True, None), (True, 1.0), (False, None), (False, 1.0)])
-def test_both_say_the_same(compress: bool, clip_norm: float | None) -> None:
-    (found, _) = on_ranks(live, RANKS, compress, clip_norm)
+SCENARIOS = [(True, None), (True, 1.0), (False, None), (False, 1.0)]
+
+
+def test_both_say_the_same() -> None:
+    for scenario, answers in zip(SCENARIOS, each_on_ranks(live, RANKS, SCENARIOS), strict=True):
+        check_predictions(answers[0], *scenario)
+
+
+def check_predictions(found: dict[str, list[int]], compress: bool, clip_norm: float | None) -> None:
     assert list(found) == (list(MODES) if compress else ["in place"])
     buckets = [bucket.names for bucket in planned().buckets] if compress else None
     setting = replace(SETTING, clips=clip_norm is not None, buckets=buckets)
@@ -130,10 +124,3 @@ def test_both_say_the_same(compress: bool, clip_norm: float | None) -> None:
             printed = estimator(activations).footprints(ROWS, setting, [mode])[mode].nbytes
             assert peaks[len(ACTIVATIONS) + number] == printed, (mode, activations)
             assert peaks[number] == pytest.approx(printed, rel=0.05), (mode, activations)
-
-
-def test_a_probe_counts_what_is_offloaded() -> None:
-    """Every Linear saves its input, which may be a Tanh's output; the loss saves logarithms, classes and a weight."""
-    saved_nbytes = (2 * LAYERS + 2) * 4 * ROWS * WIDTH + 8 * ROWS + 4
-    assert probe(build_at(ROWS), offload=True).offloaded_nbytes == saved_nbytes
-    assert probe(build_at(ROWS)).offloaded_nbytes == 0

@@ -1,6 +1,6 @@
 """One optimizer per bucket: groups as the user sees them, and optimizers that cannot be split are refused."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -8,7 +8,8 @@ import torch
 from torch import nn
 
 import anabranch as ab
-from ranks import on_ranks
+from lean.launches import Answers
+from ranks import cases_on_ranks, on_ranks
 
 
 def by_place(parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
@@ -29,8 +30,8 @@ def grouped(rank: int) -> None:
     lean.close()
 
 
-def test_groups_are_those_that_the_user_sees() -> None:
-    on_ranks(grouped, 2)
+def test_groups_are_those_that_the_user_sees(launched: Answers) -> None:
+    assert "grouped" in launched  # its own assertions hold on every rank
 
 
 def refusals(rank: int) -> list[str]:
@@ -72,10 +73,23 @@ def odd_settings(rank: int) -> None:
     assert len(keep) == 100 * rank
 
 
-def test_settings_are_compared_by_value() -> None:
-    on_ranks(odd_settings, 2)
+def test_settings_are_compared_by_value(launched: Answers) -> None:
+    assert "odd_settings" in launched  # its own assertions hold on every rank
 
 
-def test_ranks_must_have_the_same_optimizer() -> None:
-    for answers in on_ranks(rates_differ, 2):
+def test_ranks_must_have_the_same_optimizer(launched: Answers) -> None:
+    for answers in launched["rates_differ"]:
         assert "Lean's optimizer" in answers and "lr 0.1" in answers and "lr 0.2" in answers
+
+
+@pytest.fixture(scope="module")
+def launched() -> Answers:
+    """What each scenario of this file returns on each rank, in one launch."""
+    return cases_on_ranks({one.__name__: (one,) for one in SCENARIOS}, 2, timeout_s=240.0)
+
+
+SCENARIOS: tuple[Callable[[int], object], ...] = (
+    grouped,
+    odd_settings,
+    rates_differ,
+)

@@ -12,7 +12,7 @@ import anabranch as ab
     ("arguments", "says"),
     [
         ({"optimizer": 3}, "expected a function"),
-        ({"optimizer": torch.optim.SGD, "residuals": "disk"}, "'in place', 'host', 'bf16', 'int8'"),
+        ({"optimizer": torch.optim.SGD, "residuals": "disk"}, "'in place', 'bf16', 'int8'"),
         ({"optimizer": torch.optim.SGD, "clip_norm": 0}, "more than 0"),
         ({"optimizer": torch.optim.SGD, "clip_norm": float("nan")}, "more than 0"),
         ({"optimizer": torch.optim.SGD, "clip_norm": "1"}, "more than 0"),

@@ -11,7 +11,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import anabranch as ab
-from ranks import on_ranks
+from lean.launches import Answers, each_on_ranks
+from ranks import cases_on_ranks, on_ranks
 
 WIDTH = 24
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -70,7 +71,6 @@ def tokens(step: int, rank: int) -> torch.Tensor:
 def side_by_side(
     rank: int,
     optimizer: str,
-    residuals: str,
     kind: str,
     accumulate: int,
     device: str = "cpu",
@@ -83,7 +83,7 @@ def side_by_side(
     plan = planned(plain_model, kind)
     plain = ab.DataParallel(plain_model, plan=plan, compress=options, profile_steps=0)
     own = factory([p for p in plain_model.parameters() if p.requires_grad])
-    memory = ab.Lean(factory, residuals=residuals)  # type: ignore[arg-type]
+    memory = ab.Lean(factory)
     lean: Any = ab.DataParallel(lean_model, plan=plan, compress=options, profile_steps=0, memory=memory)
     schedulers = [torch.optim.lr_scheduler.StepLR(each, 4, 0.5) for each in (own, lean.optimizer)]
     for step in range(0, 8 * accumulate, accumulate):
@@ -109,31 +109,19 @@ def side_by_side(
     return weights
 
 
-@pytest.mark.parametrize("residuals", ["in place", "host"])
-@pytest.mark.parametrize(
-    ("optimizer", "kind"), [*((one, "oktopk:0.1") for one in OPTIMIZERS), ("momentum", "int4"), ("fused", "int4")]
-)
-def test_the_same_weights_with_and_without(optimizer: str, kind: str, residuals: str) -> None:
-    answers = on_ranks(side_by_side, 2, optimizer, residuals, kind, 1)
-    assert all(torch.equal(a, b) for a, b in zip(*answers, strict=True))
+KINDS = ("oktopk:0.1", "dense", "int4")
+ROUNDED = ("bf16", "int8")
 
 
-WAYS = pytest.mark.parametrize(
-    ("residuals", "kind"),
-    [("in place", "oktopk:0.1"), ("host", "oktopk:0.1"), ("in place", "dense"), ("host", "int4")],
-)
-ROUNDED = ["bf16", "int8"]
+def test_the_same_weights_with_and_without() -> None:
+    scenarios = [*((one, "oktopk:0.1", 1) for one in OPTIMIZERS), ("momentum", "int4", 1), ("fused", "int4", 1)]
+    in_bfloat16 = [("adamw", kind, 2, "cpu", torch.bfloat16) for kind in KINDS]
+    for answers in each_on_ranks(side_by_side, 2, [*scenarios, *in_bfloat16], timeout_s=120.0):
+        assert all(torch.equal(a, b) for a, b in zip(*answers, strict=True))
 
 
-@WAYS
-@pytest.mark.parametrize("optimizer", ["momentum", "adamw"])
-def test_accumulation(optimizer: str, residuals: str, kind: str) -> None:
-    on_ranks(side_by_side, 3, optimizer, residuals, kind, 2)
-
-
-@WAYS
-def test_weights_in_bfloat16(residuals: str, kind: str) -> None:
-    on_ranks(side_by_side, 2, "adamw", residuals, kind, 2, "cpu", torch.bfloat16)
+def test_accumulation() -> None:
+    each_on_ranks(side_by_side, 3, [(one, kind, 2) for one in ("momentum", "adamw") for kind in KINDS])
 
 
 def against_ddp(rank: int, made_by: str) -> None:
@@ -153,9 +141,8 @@ def against_ddp(rank: int, made_by: str) -> None:
     lean.close()
 
 
-@pytest.mark.parametrize("optimizer", list(OPTIMIZERS))
-def test_dense_trains_as_ddp(optimizer: str) -> None:
-    on_ranks(against_ddp, 2, optimizer)
+def test_dense_trains_as_ddp() -> None:
+    each_on_ranks(against_ddp, 2, [(optimizer,) for optimizer in OPTIMIZERS])
 
 
 def through_the_course(rank: int) -> str:
@@ -179,8 +166,8 @@ def through_the_course(rank: int) -> str:
     return answers
 
 
-def test_all_stages_of_tuning() -> None:
-    answers = on_ranks(through_the_course, 2)
+def test_all_stages_of_tuning(launched: Answers) -> None:
+    answers = launched["through_the_course"]
     assert "running" in answers[0] and "speed-up" in answers[0]
 
 
@@ -209,17 +196,9 @@ def not_finite(rank: int, residuals: str, kind: str) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize(
-    ("residuals", "kind"),
-    [
-        ("in place", "oktopk:0.1"),
-        ("host", "oktopk:0.1"),
-        ("in place", "dense"),
-        *((how, "oktopk:0.1") for how in ROUNDED),
-    ],
-)
-def test_a_bucket_that_is_not_finite_is_updated_nowhere(residuals: str, kind: str) -> None:
-    assert on_ranks(not_finite, 2, residuals, kind) == [{"skipped": 1}, {"skipped": 1}]
+def test_a_bucket_that_is_not_finite_is_updated_nowhere() -> None:
+    scenarios = [("in place", "dense"), *((how, "oktopk:0.1") for how in ("in place", *ROUNDED))]
+    assert each_on_ranks(not_finite, 2, scenarios) == [[{"skipped": 1}] * 2] * 4
 
 
 def wrapped(model: nn.Module, optimizer: str, residuals: Any) -> Any:
@@ -250,10 +229,8 @@ def resumed(rank: int, optimizer: str, residuals: str) -> None:
     going_on.close()
 
 
-@pytest.mark.parametrize("residuals", ["in place", "host", *ROUNDED])
-@pytest.mark.parametrize("optimizer", ["momentum", "adamw"])
-def test_resuming_is_exact(optimizer: str, residuals: str) -> None:
-    on_ranks(resumed, 2, optimizer, residuals)
+def test_resuming_is_exact() -> None:
+    each_on_ranks(resumed, 2, [(one, how) for one in ("momentum", "adamw") for how in ("in place", *ROUNDED)])
 
 
 def scaled(rank: int, residuals: str) -> None:
@@ -277,15 +254,14 @@ def scaled(rank: int, residuals: str) -> None:
     lean.close()
 
 
-@pytest.mark.parametrize("residuals", ["in place", "host", *ROUNDED])
-def test_a_loss_scale_is_followed(residuals: str) -> None:
-    on_ranks(scaled, 2, residuals)
+def test_a_loss_scale_is_followed() -> None:
+    each_on_ranks(scaled, 2, [(how,) for how in ("in place", *ROUNDED)])
 
 
 def with_activations(rank: int, mode: str, budget: int | None) -> None:
     """Kept, or not: the same bits."""
     models = [made(), made()]
-    options = ab.Activations(mode, budget, least_nbytes=64, window_nbytes=4096, ahead_nbytes=4096)  # type: ignore[arg-type]
+    options = ab.Activations(mode, budget)  # type: ignore[arg-type]
     wrapped: list[Any] = [
         ab.DataParallel(model, profile_steps=0, memory=ab.Lean(OPTIMIZERS["adamw"], activations=each))
         for model, each in zip(models, (ab.Activations("keep"), options), strict=True)
@@ -299,9 +275,8 @@ def with_activations(rank: int, mode: str, budget: int | None) -> None:
         each.close()
 
 
-@pytest.mark.parametrize(("mode", "budget"), [("offload", None), ("recompute", None), ("auto", 1 << 20)])
-def test_activation_modes_change_no_weight(mode: str, budget: int | None) -> None:
-    on_ranks(with_activations, 2, mode, budget)
+def test_activation_modes_change_no_weight() -> None:
+    each_on_ranks(with_activations, 2, [("recompute", None), ("auto", 1 << 20)])
 
 
 def unfrozen(rank: int) -> str:
@@ -315,8 +290,8 @@ def unfrozen(rank: int) -> str:
     return str(caught.value)
 
 
-def test_what_is_unfrozen_later_is_not_silently_left_out() -> None:
-    assert all("frozen.weight was unfrozen" in answers for answers in on_ranks(unfrozen, 2))
+def test_what_is_unfrozen_later_is_not_silently_left_out(launched: Answers) -> None:
+    assert all("frozen.weight was unfrozen" in answers for answers in launched["unfrozen"])
 
 
 def sgd(parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
@@ -341,8 +316,8 @@ def scaled_windows(rank: int) -> list[float]:
     return moved
 
 
-def test_gradients_accumulated_for_one_step_have_one_scale() -> None:
-    for moved in on_ranks(scaled_windows, 2):
+def test_gradients_accumulated_for_one_step_have_one_scale(launched: Answers) -> None:
+    for moved in launched["scaled_windows"]:
         assert moved == pytest.approx([4.0] * 6, rel=1e-5)
 
 
@@ -358,3 +333,16 @@ def at_the_limit(rank: int) -> None:
         scaler.scale(lean(torch.ones(1, 4)).sum() * 2.0**-100).backward()
     assert scaler.get_scale() == 2.0**127
     lean.close()
+
+
+@pytest.fixture(scope="module")
+def launched() -> Answers:
+    """What each scenario of this file returns on each rank, in one launch."""
+    return cases_on_ranks({one.__name__: (one,) for one in SCENARIOS}, 2, timeout_s=240.0)
+
+
+SCENARIOS: tuple[Callable[[int], object], ...] = (
+    through_the_course,
+    unfrozen,
+    scaled_windows,
+)

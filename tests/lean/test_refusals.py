@@ -12,7 +12,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import anabranch as ab
 from anabranch.values.errors import CollectiveError
-from ranks import on_ranks
+from lean.launches import Answers, each_on_ranks
+from ranks import cases_on_ranks, on_ranks
 
 WIDTH = 16
 
@@ -80,8 +81,8 @@ def as_ddp_does(rank: int) -> None:
     lean.close()
 
 
-def test_parameters_that_no_rank_used_are_left_alone_as_by_ddp() -> None:
-    on_ranks(as_ddp_does, 2)
+def test_parameters_that_no_rank_used_are_left_alone_as_by_ddp(launched: Answers) -> None:
+    assert "as_ddp_does" in launched  # its own assertions hold on every rank
 
 
 def unused_and_sparse(rank: int, density: float, residuals: Any) -> list[torch.Tensor]:
@@ -101,10 +102,9 @@ def unused_and_sparse(rank: int, density: float, residuals: Any) -> list[torch.T
     return state_of(model)
 
 
-@pytest.mark.parametrize(("density", "residuals"), [(1.0, "in place"), (0.1, "in place"), (0.1, "host")])
-def test_what_no_rank_used_moves_only_by_its_residual(density: float, residuals: str) -> None:
-    answers = on_ranks(unused_and_sparse, 2, density, residuals)
-    assert all(torch.equal(a, b) for a, b in zip(*answers, strict=True))
+def test_what_no_rank_used_moves_only_by_its_residual() -> None:
+    for answers in each_on_ranks(unused_and_sparse, 2, [(1.0, "in place"), (0.1, "in place"), (0.1, "int8")]):
+        assert all(torch.equal(a, b) for a, b in zip(*answers, strict=True))
 
 
 def unused_unasked(rank: int, ranks: int) -> str:
@@ -151,8 +151,8 @@ def no_sync_is_the_forwards(rank: int) -> list[int]:
     return steps
 
 
-def test_no_sync_counts_at_forward() -> None:
-    assert on_ranks(no_sync_is_the_forwards, 2) == [[0, 1, 1, 2, 2, 3]] * 2
+def test_no_sync_counts_at_forward(launched: Answers) -> None:
+    assert launched["no_sync_is_the_forwards"] == [[0, 1, 1, 2, 2, 3]] * 2
 
 
 def copied(rank: int, mode: str) -> list[str]:
@@ -179,14 +179,11 @@ def copied(rank: int, mode: str) -> list[str]:
     return [str(caught.value)]
 
 
-@pytest.mark.parametrize("mode", ["keep", "recompute", "offload", "auto"])
-def test_a_copy_computes_and_says_that_it_cannot_train(mode: str) -> None:
-    expected = (
-        "wrap its module: DataParallel(copy.module"
-        if mode in ("keep", "recompute")
-        else "copy the module before it is wrapped"
-    )
-    assert all(expected in answers[0] for answers in on_ranks(copied, 2, mode))
+def test_a_copy_computes_and_says_that_it_cannot_train() -> None:
+    kept, recomputed, mixed = each_on_ranks(copied, 2, [("keep",), ("recompute",), ("auto",)])
+    for answers in (*kept, *recomputed):
+        assert "wrap its module: DataParallel(copy.module" in answers[0]
+    assert all("copy the module before it is wrapped" in answers[0] for answers in mixed)
 
 
 def converted(rank: int, change: str) -> str:
@@ -212,19 +209,19 @@ def converted(rank: int, change: str) -> str:
     return "works"
 
 
-@pytest.mark.parametrize(
-    ("change", "says"),
-    [
-        ("dtype", "trunk.weight is torch.float64 on cpu with strides (16, 1) and was torch.float32 on cpu"),
-        ("inner", "branches.1.weight is torch.bfloat16 on cpu"),
-        ("device", "trunk.weight is torch.float32 on meta"),
-        ("replaced", "trunk.weight was unfrozen, added or replaced"),
-        ("added", "further.weight was unfrozen, added or replaced"),
-        ("frozen", "works"),
-    ],
-)
-def test_a_model_that_is_changed_after_wrapping(change: str, says: str) -> None:
-    assert all(says in answers for answers in on_ranks(converted, 2, change))
+def test_a_model_that_is_changed_after_wrapping() -> None:
+    expected = {
+        "dtype": "trunk.weight is torch.float64 on cpu with strides (16, 1) and was torch.float32 on cpu",
+        "inner": "branches.1.weight is torch.bfloat16 on cpu",
+        "device": "trunk.weight is torch.float32 on meta",
+        "replaced": "trunk.weight was unfrozen, added or replaced",
+        "added": "further.weight was unfrozen, added or replaced",
+        "frozen": "works",
+    }
+    for says, answers in zip(
+        expected.values(), each_on_ranks(converted, 2, [(change,) for change in expected]), strict=True
+    ):
+        assert all(says in answer for answer in answers)
 
 
 def late(rank: int, case: str) -> str:
@@ -241,9 +238,9 @@ def late(rank: int, case: str) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("case", ["again", "second"])
-def test_backward_through_an_old_forward_is_an_error(case: str) -> None:
-    assert all("1 steps old" in answers and "no_sync()" in answers for answers in on_ranks(late, 2, case))
+def test_backward_through_an_old_forward_is_an_error() -> None:
+    for answers in each_on_ranks(late, 2, [("again",), ("second",)]):
+        assert all("1 steps old" in answer and "no_sync()" in answer for answer in answers)
 
 
 class Odd(nn.Module):
@@ -279,8 +276,8 @@ def complex_numbers(rank: int) -> None:
     lean.close()
 
 
-def test_complex_parameters_train_as_under_ddp() -> None:
-    on_ranks(complex_numbers, 2)
+def test_complex_parameters_train_as_under_ddp(launched: Answers) -> None:
+    assert "complex_numbers" in launched  # its own assertions hold on every rank
 
 
 def odd_requests(rank: int) -> list[str]:
@@ -301,12 +298,12 @@ def odd_requests(rank: int) -> list[str]:
     return answers
 
 
-def test_odd_requests_get_clear_errors() -> None:
+def test_odd_requests_get_clear_errors(launched: Answers) -> None:
     expected = [
         "the gradient of rows is torch.sparse_coo", "expected all on one CPU or GPU", "nothing to train",
         "sparse=False", "use the momentum of the optimizer", "expected anabranch.Lean",
     ]  # fmt: skip
-    for answers in on_ranks(odd_requests, 2):
+    for answers in launched["odd_requests"]:
         assert [words in line for words, line in zip(expected, answers, strict=True)] == [True] * 6, answers
 
 
@@ -319,8 +316,8 @@ def refused_late(rank: int) -> bool:
     return any("forward" in vars(part) for part in model.modules())
 
 
-def test_a_refusal_leaves_the_module_as_it_was() -> None:
-    assert on_ranks(refused_late, 2) == [False, False]
+def test_a_refusal_leaves_the_module_as_it_was(launched: Answers) -> None:
+    assert launched["refused_late"] == [False, False]
 
 
 def scaler_as_usual(rank: int) -> str:
@@ -337,8 +334,8 @@ def scaler_as_usual(rank: int) -> str:
     return str(caught.value)
 
 
-def test_a_scaler_is_followed_not_stepped() -> None:
-    assert all("follow(scaler)" in answers for answers in on_ranks(scaler_as_usual, 2))
+def test_a_scaler_is_followed_not_stepped(launched: Answers) -> None:
+    assert all("follow(scaler)" in answers for answers in launched["scaler_as_usual"])
 
 
 def plain_sgd(parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
@@ -405,8 +402,8 @@ def differing(rank: int) -> list[str]:
     return answers
 
 
-def test_what_differs_between_ranks_is_named() -> None:
-    for strides, groups, buffers in on_ranks(differing, 2):
+def test_what_differs_between_ranks_is_named(launched: Answers) -> None:
+    for strides, groups, buffers in launched["differing"]:
         assert "strides (27, 1, 9, 3)" in strides
         assert "Lean's optimizer" in groups and "'weight in group 0'" in groups and "'weight in group 1'" in groups
         assert "broadcast_buffers True" in buffers and "broadcast_buffers False" in buffers
@@ -445,3 +442,20 @@ def test_changes_after_wrapping_are_refused() -> None:
         assert "add_param_group() of 1 parameters" in late and "wrap a module" in late
         assert "with strides (27, 1, 9, 3) and was" in other
         assert "keeps 'steps' in its state" in counted
+
+
+@pytest.fixture(scope="module")
+def launched() -> Answers:
+    """What each scenario of this file returns on each rank, in one launch."""
+    return cases_on_ranks({one.__name__: (one,) for one in SCENARIOS}, 2, timeout_s=240.0)
+
+
+SCENARIOS: tuple[Callable[[int], object], ...] = (
+    as_ddp_does,
+    no_sync_is_the_forwards,
+    complex_numbers,
+    odd_requests,
+    refused_late,
+    scaler_as_usual,
+    differing,
+)

@@ -3,14 +3,13 @@
 from functools import partial
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 
 import anabranch as ab
 from exchange.residuals.test_packing import STEP
+from lean.launches import each_on_ranks
 from lean.test_slots import STEPS, Chain, add_to, batch, options, planned
-from ranks import on_ranks
 
 
 def conserved(rank: int, residuals: Any, kind: str) -> float:
@@ -45,10 +44,10 @@ def conserved(rank: int, residuals: Any, kind: str) -> float:
     return worst
 
 
-@pytest.mark.parametrize("residuals", ["bf16", "int8"])
-@pytest.mark.parametrize("kind", ["oktopk:0.2", "int4"])
-def test_nothing_is_lost_but_what_roundings_change(residuals: str, kind: str) -> None:
-    assert all(worst > 0.0 for worst in on_ranks(conserved, 2, residuals, kind))
+def test_nothing_is_lost_but_what_roundings_change() -> None:
+    scenarios = [(residuals, kind) for residuals in ("bf16", "int8") for kind in ("oktopk:0.2", "int4")]
+    for answers in each_on_ranks(conserved, 2, scenarios):
+        assert all(worst > 0.0 for worst in answers)
 
 
 def beside_exact(rank: int, residuals: Any) -> tuple[float, float]:
@@ -69,7 +68,6 @@ def beside_exact(rank: int, residuals: Any) -> tuple[float, float]:
     return float((exact - rounded).norm()), float((exact - start).norm())
 
 
-@pytest.mark.parametrize("residuals", ["bf16", "int8"])
-def test_weights_stay_close_to_those_of_exact_residuals(residuals: str) -> None:
-    for distance, way in on_ranks(beside_exact, 2, residuals):
-        assert 0.0 < distance < 0.05 * way
+def test_weights_stay_close_to_those_of_exact_residuals() -> None:
+    for answers in each_on_ranks(beside_exact, 2, [("bf16",), ("int8",)]):
+        assert all(0.0 < distance < 0.05 * moved for distance, moved in answers)

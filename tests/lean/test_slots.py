@@ -1,4 +1,4 @@
-"""Slots and host copies under Lean: no two live objects share memory, and no copy is read before it is complete."""
+"""Slots under Lean: no two live objects share memory, and nothing is lost in any bucket."""
 
 import time
 from collections.abc import Iterator
@@ -9,16 +9,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import nn
 
 import anabranch as ab
-from anabranch.lean import engine, residuals
-from anabranch.lean.slots import FreshSlots, Slot, SlotRing
+from anabranch.lean.buckets import Slot, Slots
 from anabranch.lean.update import BucketUpdater
-from anabranch.planning.memory import ring_nbytes
-from lean.activations.lazy_copies import LazyCopies
 from ranks import on_ranks
 
 WIDTH = 16
@@ -100,36 +95,31 @@ class Log:
 def recorded(log: Log) -> None:
     """Have every slot, and every step with what is in one, tell the log; exchanges take their time."""
     in_slots: dict[int, Live] = {}
-    step = BucketUpdater.exchange_and_step
+    step, acquire, free = BucketUpdater.exchange_and_step, Slots.acquire, Slot.free
 
-    def telling_step(self: BucketUpdater, exchange: Any, average: torch.Tensor, *rest: Any) -> Iterator[Any]:
+    def telling_step(self: BucketUpdater, bucket: Any, average: torch.Tensor, *rest: Any) -> Iterator[Any]:
         entry = in_slots[average.data_ptr()]
         time.sleep(0.003)
-        yield from step(self, exchange, average, *rest)
+        yield from step(self, bucket, average, *rest)
         log.died(entry)
 
-    def tell(owner: Any) -> None:
-        acquire, release = owner.acquire, owner.release_after
+    def telling_acquire(self: Slots, numel: int, dtype: torch.dtype) -> Slot:
+        slot = acquire(self, numel, dtype)
+        in_slots[slot.tensor.data_ptr()] = log.born(f"slot of {id(self)}", slot.tensor)
+        return slot
 
-        def telling_acquire(self: Any, numel: int, dtype: torch.dtype) -> Slot:
-            slot: Slot = acquire(self, numel, dtype)
-            in_slots[slot.tensor.data_ptr()] = log.born(f"slot {slot.number} of {id(self)}", slot.tensor)
-            return slot
+    def telling_free(self: Slot) -> None:
+        entry = in_slots[self.tensor.data_ptr()]
+        if entry.died is None:
+            log.died(entry)
+        free(self)
 
-        def telling_release(self: Any, slot: Slot, last_use: Any) -> None:
-            entry = in_slots[slot.tensor.data_ptr()]
-
-            def over(future: Any) -> None:
-                if entry.died is None:
-                    log.died(entry)
-
-            release(self, slot, last_use.then(over))
-
-        owner.acquire, owner.release_after = telling_acquire, telling_release
-
-    for owner in (SlotRing, FreshSlots):
-        tell(owner)
-    setattr(BucketUpdater, "exchange_and_step", telling_step)  # noqa: B010 - a method
+    patches: list[tuple[type, str, Any]] = [
+        (BucketUpdater, "exchange_and_step", telling_step), (Slots, "acquire", telling_acquire),
+        (Slot, "free", telling_free),
+    ]  # fmt: skip
+    for owner, name, telling in patches:
+        setattr(owner, name, telling)
 
 
 def aliasing(rank: int, residuals: Any, kind: str) -> int:
@@ -142,7 +132,6 @@ def aliasing(rank: int, residuals: Any, kind: str) -> int:
     lean: Any = ab.DataParallel(model, plan=plan, compress=compress, profile_steps=0, memory=memory)
     for step in range(STEPS):
         lean(batch(step, rank)).pow(2).sum().backward()
-    lean.comm_state_dict()  # waits for what is on its way to host memory
     for name, parameter in model.named_parameters():
         log.born(name, parameter.detach())
         log.born(f"momentum of {name}", lean.optimizer.state[parameter]["momentum_buffer"])
@@ -158,10 +147,10 @@ def aliasing(rank: int, residuals: Any, kind: str) -> int:
 
 @pytest.mark.parametrize(
     ("residuals", "kind", "a_step"),
-    [("in place", "dense", 6), ("in place", "oktopk:0.2", 6), ("host", "oktopk:0.2", 11), ("int8", "oktopk:0.2", 11)],
+    [("in place", "dense", 6), ("in place", "oktopk:0.2", 6), ("int8", "oktopk:0.2", 11)],
 )
 def test_two_live_objects_never_share_memory(residuals: str, kind: str, a_step: int) -> None:
-    """A slot is in use from when it is taken until its bucket is updated, or its residual is stored."""
+    """A slot is in use from when it is taken until its bucket is updated, or its residual is rounded again."""
     assert on_ranks(aliasing, 2, residuals, kind) == [STEPS * a_step] * 2
 
 
@@ -176,47 +165,15 @@ def test_the_log_sees_what_overlaps() -> None:
     log.died(second)
 
 
-def on_a_slow_link(rank: int, matrices: int) -> int:
-    """Copies that happen when they are waited for, and no earlier: the same bits as without Lean."""
-    copies = LazyCopies()
-    vars(residuals)["copies_for"] = lambda device: copies
-    models = [Chain(), Chain()]
-    plan = planned(models[0], "oktopk:0.2", matrices)
-    plain = ab.DataParallel(models[0], plan=plan, compress=options(), profile_steps=0)
-    own = sgd(models[0].parameters())
-    memory = ab.Lean(sgd, residuals="host")
-    lean: Any = ab.DataParallel(models[1], plan=plan, compress=options(), profile_steps=0, memory=memory)
-    for step in range(STEPS):
-        for each in (plain, lean):
-            each(batch(step, rank)).pow(2).sum().backward()
-        own.step()
-        own.zero_grad()
-        for (name, a), b in zip(models[0].named_parameters(), models[1].parameters(), strict=True):
-            assert torch.equal(a, b), (step, name)
-        if step == 3:
-            assert "nan" not in lean.explain()
-    ours, theirs = lean.comm_state_dict()["residuals"], plain.comm_state_dict()["residuals"]
-    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in theirs)
-    plain.close()
-    lean.close()
-    return copies.log.count("wait")
-
-
-@pytest.mark.parametrize(("each", "buckets"), [(1, 5), (5, 1)])
-def test_no_copy_is_read_before_it_is_there(each: int, buckets: int) -> None:
-    """With more buckets than slots, a slot's last content may be on its way; with one, a bucket's own."""
-    assert on_ranks(on_a_slow_link, 2, each) == [STEPS * buckets] * 2
-
-
 def add_to(total: torch.Tensor, gradient: torch.Tensor) -> None:
     total.add_(gradient)
 
 
-def conserved(rank: int, residuals: Any) -> None:
+def conserved(rank: int) -> None:
     """Plain SGD with lr = 1: what has left the weights is what was applied; the rest waits, in each bucket."""
     model = Chain()
     plan = planned(model, "oktopk:0.2")
-    memory = ab.Lean(lambda params: torch.optim.SGD(params, lr=1.0), residuals=residuals)
+    memory = ab.Lean(lambda params: torch.optim.SGD(params, lr=1.0))
     lean: Any = ab.DataParallel(model, plan=plan, compress=options(), profile_steps=0, memory=memory)
     before = {name: p.detach().double() for name, p in model.named_parameters()}
     computed = {name: torch.zeros_like(p).double() for name, p in before.items()}
@@ -235,39 +192,18 @@ def conserved(rank: int, residuals: Any) -> None:
     lean.close()
 
 
-@pytest.mark.parametrize("residuals", ["in place", "host"])
-def test_nothing_is_lost_in_any_bucket(residuals: str) -> None:
-    on_ranks(conserved, 2, residuals)
-
-
-def test_the_engine_hands_out_what_the_log_watches() -> None:
-    assert vars(engine)["FreshSlots"] is FreshSlots
-    assert vars(residuals)["SlotRing"] is SlotRing
-
-
-@settings(max_examples=50, deadline=None)
-@given(st.lists(st.integers(0, 2000), min_size=1, max_size=6))
-def test_neighbours_never_meet_in_a_ring(numels: list[int]) -> None:
-    ring = SlotRing([4 * numel for numel in numels], torch.device("cpu"))
-    assert ring._memory.nbytes == ring_nbytes([4 * numel for numel in numels])
-    assert ring._memory.nbytes <= 2 * (4 * max(numels) + 512)
-    before: set[int] = set()
-    for numel in 3 * numels:  # a step after another: with an odd number of buckets sides change
-        tensor = ring.acquire(numel, torch.float32).tensor
-        own = set(range(tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes))
-        assert len(tensor) == numel and own.isdisjoint(before)
-        before = own
+def test_nothing_is_lost_in_any_bucket() -> None:
+    on_ranks(conserved, 2)
 
 
 def test_two_slots_at_a_time_each_as_large_as_its_bucket() -> None:
-    slots = FreshSlots(torch.device("cpu"))
-    uses: list[Any] = [torch.futures.Future() for _ in range(4)]
-    sizes = (3, 50, 2, 7)
+    slots = Slots(torch.device("cpu"))
     given = []
-    for numel, use in zip(sizes, uses, strict=True):
-        use.set_result(None)
-        given.append(slots.acquire(numel, torch.float32).tensor)
-        slots.release_after(Slot(len(given) - 1, given[-1]), use)
+    for numel in (3, 50, 2, 7):
+        slot = slots.acquire(numel, torch.float32)
+        slot.last_use = torch.futures.Future()
+        slot.last_use.set_result(slot.tensor)
+        given.append(slot.tensor)
     assert [tensor.untyped_storage().nbytes() for tensor in given] == [0, 0, 8, 28], "the first two were freed"
     slots.wait()
     slots.free()
@@ -275,7 +211,7 @@ def test_two_slots_at_a_time_each_as_large_as_its_bucket() -> None:
 
 
 def test_a_slot_is_not_freed_before_its_user_is_done() -> None:
-    slots = FreshSlots(torch.device("cpu"))
+    slots = Slots(torch.device("cpu"))
     first = slots.acquire(3, torch.float32)
     at_its_end: list[int] = []
 
@@ -283,7 +219,7 @@ def test_a_slot_is_not_freed_before_its_user_is_done() -> None:
         def wait(self) -> None:
             at_its_end.append(first.tensor.untyped_storage().nbytes())
 
-    slots.release_after(first, Use())  # type: ignore[arg-type]
+    first.last_use = Use()  # type: ignore[assignment]
     slots.acquire(3, torch.float32)
     assert at_its_end == []
     slots.acquire(3, torch.float32)

@@ -1,6 +1,7 @@
 """Lean on several ranks that do not all do the same: they choose together, and evaluate the same model."""
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -8,7 +9,8 @@ import torch
 from torch import nn
 
 import anabranch as ab
-from ranks import on_ranks
+from lean.launches import Answers, each_on_ranks
+from ranks import cases_on_ranks
 
 WIDTH = 16
 
@@ -24,7 +26,7 @@ def made(norm: bool = False) -> nn.Module:
 
 
 def wrapped(model: nn.Module, budget: int | None = None) -> Any:
-    activations = ab.Activations("auto", budget, least_nbytes=64) if budget else ab.Activations("keep")
+    activations = ab.Activations("auto", budget) if budget else ab.Activations("keep")
     return ab.DataParallel(model, profile_steps=0, memory=ab.Lean(sgd, activations=activations))
 
 
@@ -43,8 +45,8 @@ def evaluated(rank: int) -> list[float]:
     return [found]
 
 
-def test_ranks_evaluate_the_same_model() -> None:
-    one, other = on_ranks(evaluated, 2)
+def test_ranks_evaluate_the_same_model(launched: Answers) -> None:
+    one, other = launched["evaluated"]
     assert one == other
 
 
@@ -64,10 +66,9 @@ def uneven(rank: int, on_its_own: bool) -> list[str]:
     return actions
 
 
-@pytest.mark.parametrize("on_its_own", [False, True])
-def test_ranks_choose_together_whatever_else_they_compute(on_its_own: bool) -> None:
-    one, other = on_ranks(uneven, 2, on_its_own)
-    assert one == other == ["", "0", "1", "2", "(end)"]
+def test_ranks_choose_together_whatever_else_they_compute() -> None:
+    for one, other in each_on_ranks(uneven, 2, [(False,), (True,)]):
+        assert one == other == ["", "0", "1", "2", "(end)"]
 
 
 def too_small(rank: int) -> str:
@@ -84,8 +85,8 @@ def too_small(rank: int) -> str:
     return words[0]
 
 
-def test_a_budget_that_is_too_small_is_an_error_on_every_rank() -> None:
-    one, other = on_ranks(too_small, 2)
+def test_a_budget_that_is_too_small_is_an_error_on_every_rank(launched: Answers) -> None:
+    one, other = launched["too_small"]
     assert one == other
 
 
@@ -104,8 +105,8 @@ def averaged(rank: int) -> float:
     return difference
 
 
-def test_the_module_can_be_copied_at_any_time() -> None:
-    assert all(difference > 0 for difference in on_ranks(averaged, 2))
+def test_the_module_can_be_copied_at_any_time(launched: Answers) -> None:
+    assert all(difference > 0 for difference in launched["averaged"])
 
 
 def dummy_loss(rank: int) -> list[object]:
@@ -124,6 +125,20 @@ def dummy_loss(rank: int) -> list[object]:
     return [steps, weights]
 
 
-def test_a_loss_that_does_not_use_the_output() -> None:
-    one, other = on_ranks(dummy_loss, 2)
+def test_a_loss_that_does_not_use_the_output(launched: Answers) -> None:
+    one, other = launched["dummy_loss"]
     assert one == other and one[0] == 40
+
+
+@pytest.fixture(scope="module")
+def launched() -> Answers:
+    """What each scenario of this file returns on each rank, in one launch."""
+    return cases_on_ranks({one.__name__: (one,) for one in SCENARIOS}, 2, timeout_s=240.0)
+
+
+SCENARIOS: tuple[Callable[[int], object], ...] = (
+    evaluated,
+    too_small,
+    averaged,
+    dummy_loss,
+)

@@ -14,11 +14,12 @@ import torch
 from torch import nn
 
 import anabranch as ab
-from anabranch.lean import clipping, held_updates, update
-from anabranch.lean.clipping import Clipping
+from anabranch.lean import update
+from anabranch.lean.buckets import LiveBucket
 from anabranch.lean.optimizers import BucketOptimizer, BucketOptimizers
+from anabranch.lean.options import Clipping
 from anabranch.lean.update import BucketUpdater
-from ranks import on_ranks
+from lean.launches import each_on_ranks
 
 WIDTH, LAYERS = 8, 6
 
@@ -84,10 +85,9 @@ def poisoned(rank: int, device: str, fused: bool) -> None:
     lean.close()
 
 
-@pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("training", [skipping, poisoned])
-def test_steps_with_and_without_gradients(training: Any, fused: bool) -> None:
-    on_ranks(training, 1, "cpu", fused)
+def test_steps_with_and_without_gradients(training: Any) -> None:
+    each_on_ranks(training, 1, [("cpu", True), ("cpu", False)])
 
 
 class Fused(torch.optim.SGD):
@@ -112,38 +112,69 @@ def pretended_gpu() -> Iterator[None]:
     """A context in which tensors that say they are on a GPU can be updated."""
     cuda = {name: mock.MagicMock() for name in ("Event", "Stream", "stream", "current_stream")}
     as_copied = mock.patch.object(update, "_to_host", lambda answer: answer.as_subclass(torch.Tensor).clone())
-    parts = [mock.patch.object(part, "record_stream", lambda *_: None) for part in (update, clipping, held_updates)]
-    with mock.patch.multiple(torch.cuda, **cuda), as_copied, parts[0], parts[1], parts[2]:
+    recorded = mock.patch.object(update, "record_stream", lambda *_: None)
+    with mock.patch.multiple(torch.cuda, **cuda), as_copied, recorded:
         yield
 
 
-def bucket_of_each(parameters: list[nn.Parameter]) -> list[Any]:
-    made = BucketOptimizers(lambda params: Fused(params, lr=1.0), {str(i): p for i, p in enumerate(parameters)})
-    return [made.for_bucket([parameter]) for parameter in parameters]
+def bucket_of_each(parameters: list[nn.Parameter]) -> list[LiveBucket]:
+    named = {str(i): p for i, p in enumerate(parameters)}
+    made = BucketOptimizers(lambda params: Fused(params, lr=1.0), named)
+    return [LiveBucket(ab.Bucket((name,)), [one], made.for_bucket([one])) for name, one in named.items()]
+
+
+def stepped(
+    updates: BucketUpdater, bucket: LiveBucket, average: torch.Tensor, used: torch.Tensor | None = None
+) -> None:
+    """The update of a bucket behind an exchange that leaves this average."""
+
+    def exchange() -> Iterator[Any]:
+        average.copy_(exchanged)
+        yield from ()
+
+    exchanged = average.clone()
+    alone: Any = None
+    with mock.patch.object(torch.distributed, "all_reduce"), mock.patch.object(update, "issued", lambda work: work):
+        assert list(updates.exchange_and_step(bucket, average, None, used, exchange(), alone)) == [mock.ANY] * (
+            used is not None
+        )
+
+
+class Residual:
+    """The residual of a bucket, as far as updates ask."""
+
+    packed = None
+
+    def __init__(self) -> None:
+        self.tensor = torch.zeros(40)
+
+    @contextmanager
+    def whole(self) -> Iterator[torch.Tensor]:
+        yield self.tensor
 
 
 @pytest.mark.parametrize("poison", [False, True])
 def test_a_held_average_leaves_its_slot_before_it_is_used_again(poison: bool) -> None:
     """Sparse averages in two slots, a dense one in memory of its own; a bad one puts all sparse ones back."""
     parameters = [nn.Parameter(torch.zeros(40)) for _ in range(5)]
-    each, back = bucket_of_each(parameters), torch.zeros(40)
+    each, residuals = bucket_of_each(parameters), [Residual() for _ in parameters]
+    for index in (0, 2, 3, 4):
+        each[index].residual = residuals[index]  # type: ignore[assignment]
     with pretended_gpu():
         updates = BucketUpdater(Clipping(1e9), parameters)
         updates.loss_scale = 2.0
         ring = cycle([torch.zeros(40), torch.zeros(40)])
-        for index, optimizer in enumerate(each):
+        for index, bucket in enumerate(each):
             updates.launch_pending(keep=1)  # as the engine does before it takes the next slot
-            dense = index == 1
-            slot = torch.zeros(40) if dense else next(ring).zero_()
+            slot = torch.zeros(40) if index == 1 else next(ring).zero_()
             slot[index] = float("inf") if poison and index == 3 else 2.0 * (index + 1)
-            put_back: Any = None if dense else back.add_
-            average = slot.as_subclass(OnGpu)
-            assert not list(updates.exchange_and_step(iter(()), average, optimizer, put_back=put_back))
+            stepped(updates, bucket, slot.as_subclass(OnGpu))
         assert updates.finish_step() is None
     assert updates.skipped() == (5 if poison else 0)
     applied = torch.stack([-parameter.detach() for parameter in parameters])
     expected = torch.diag(torch.arange(1.0, 6.0))
     assert torch.equal(applied[:, :5], torch.zeros(5, 5) if poison else expected) and not applied[:, 5:].any()
+    back = torch.stack([residual.tensor for residual in residuals]).sum(0)
     assert back[:5].tolist() == ([2.0, 0.0, 6.0, 0.0, 10.0] if poison else [0.0] * 5)
     assert updates.grad_norm is not None
     if not poison:
@@ -155,9 +186,10 @@ def test_held_steps_of_fused_optimizers_are_left_out_by_the_device(poison: bool)
     parameters = [nn.Parameter(torch.zeros(4)) for _ in range(3)]
     with pretended_gpu(), mock.patch.object(BucketOptimizer, "step") as step:
         updates = BucketUpdater(Clipping(1.0, error_if_nonfinite=False), parameters)
-        for index, optimizer in enumerate(bucket_of_each(parameters)):
-            average = torch.full((4,), float("nan") if poison and index == 2 else 1.0).as_subclass(OnGpu)
-            assert not list(updates.exchange_and_step(iter(()), average, optimizer))
+        for index, bucket in enumerate(bucket_of_each(parameters)):
+            stepped(
+                updates, bucket, torch.full((4,), float("nan") if poison and index == 2 else 1.0).as_subclass(OnGpu)
+            )
         assert step.call_count == 0
         updates.finish_step()
     assert [float(call.kwargs["found_inf"]) for call in step.call_args_list] == [float(poison)] * 3
@@ -174,10 +206,10 @@ def test_a_slot_is_not_used_again_before_the_step_that_reads_it() -> None:
     with pretended_gpu():
         updates = BucketUpdater()
         slots = [torch.zeros(4), torch.zeros(4)]
-        for index, optimizer in enumerate(each):
+        for index, bucket in enumerate(each):
             updates.launch_pending(keep=1)  # as the engine does before it takes the next slot
             slot = slots[index % 2].fill_(index + 1.0)
-            used = torch.ones(1) if index == 0 else None
-            assert not list(updates.exchange_and_step(iter(()), slot.as_subclass(OnGpu), optimizer, used))
+            bucket.missing = bucket.planned.names if index == 0 else ()
+            stepped(updates, bucket, slot.as_subclass(OnGpu), torch.ones(1) if index == 0 else None)
         updates.launch_pending()
     assert [float(-parameter.detach()[0]) for parameter in parameters] == [1.0, 2.0, 3.0]

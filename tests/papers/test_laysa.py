@@ -6,8 +6,8 @@ from benchmarks.papers import laysa
 from torch import nn
 
 from anabranch.tools.bench import zoo
-from anabranch.tools.predict.memory.estimator import OPTIMIZERS
-from anabranch.tools.predict.memory.modes import LEAN_HOST, NAIVE, predict
+from anabranch.tools.predict.memory.estimator import OPTIMIZERS, with_recomputation
+from anabranch.tools.predict.memory.modes import LEAN_INT8, NAIVE, predict
 from anabranch.tools.predict.memory.probe import Loss, probe
 from tools.predict.memory.models import images
 
@@ -31,7 +31,7 @@ def test_memory_beside_activations() -> None:
         naive = rows[model, "naive sparse over dense"].ours
         assert naive is not None and 1.5 < naive < 2.5  # 3n becomes 6n, and a little
     # One gradient of VGG-16 is 74 % of it: Lean's slots are not much smaller than what they replace.
-    for mode in ("lean", "lean, host"):
+    for mode in ("lean", "lean, residuals int8"):
         row = rows["vgg16", f"{mode}: saved over naive sparse"]
         assert row.ours is not None and row.ours < 25
         saved = rows["bert-large", f"{mode}: saved over naive sparse"].ours
@@ -45,7 +45,7 @@ def test_whole_steps_are_predicted_where_torchvision_is(monkeypatch: pytest.Monk
     monkeypatch.setattr(zoo, "model_and_loss", built)
     monkeypatch.setattr(laysa, "find_spec", lambda name: object())
     momentum = OPTIMIZERS["momentum"]
-    lean = predict(probe(images(2), momentum, offload=True), LEAN_HOST, laysa.SETTING).nbytes
+    lean = predict(probe(with_recomputation(images(2)), momentum), LEAN_INT8, laysa.SETTING).nbytes
     naive = predict(probe(images(2), momentum), NAIVE, laysa.SETTING).nbytes
     for row in laysa.with_activations().figures:
         assert row.ours == pytest.approx(100 * (1 - lean / naive))

@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from parallel.twins import WIDTH, Feature, Model, Outcome, batch, run
-from ranks import on_ranks
+from ranks import cases_on_ranks
 
 
 class Normed(nn.Module):
@@ -152,9 +152,8 @@ def follow(rank: int, name: str, scenario: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("scenario", ["plans again and again", "is given the plan"])
-@pytest.mark.parametrize("name", CASES)
-def test_every_forward_sees_what_ddp_would_show_it(name: str, scenario: str) -> None:
-    for answer in on_ranks(follow, 2, name, scenario):
-        outcome = Outcome.of(answer)
-        assert outcome.apart == []
-        assert outcome.layouts >= (1 if scenario == "is given the plan" else 2)
+def test_every_forward_sees_what_ddp_would_show_it(scenario: str) -> None:
+    for name, answers in cases_on_ranks({name: (follow, name, scenario) for name in CASES}, 2, timeout_s=120.0).items():
+        for outcome in map(Outcome.of, answers):
+            assert outcome.apart == [], name
+            assert outcome.layouts >= (1 if scenario == "is given the plan" else 2), name

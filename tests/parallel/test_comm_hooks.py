@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from anabranch import Auto, CommHookState, DisagreementError, OkTopk, Quantised, oktopk_hook, quantised_hook
 from parallel.given_gradients import GivenGradients, gradients
 from parallel.twins import batch, mlp
-from ranks import on_ranks
+from ranks import cases_on_ranks, on_ranks
 
 SMALL_BUCKETS = 1e-3  # MiB: a matrix is larger, and DDP rebuilds in another order
 STEPS = 9
@@ -64,11 +64,16 @@ def run(rank: int, what: str, cap_mb: float | None) -> dict[str, torch.Tensor]:
     return {"averages": averages, "computed": computed, "kept": kept.view_as(computed[0])}
 
 
-@pytest.mark.parametrize("cap_mb", [None, SMALL_BUCKETS])
 @pytest.mark.parametrize("ranks", [2, 3])
-@pytest.mark.parametrize("what", ["oktopk", "oktopk after a warm-up", "int4", "int8", "bf16"])
-def test_nothing_is_lost_and_all_ranks_have_the_same_bits(what: str, ranks: int, cap_mb: float | None) -> None:
-    answers = on_ranks(run, ranks, what, cap_mb)
+def test_nothing_is_lost_and_all_ranks_have_the_same_bits(ranks: int) -> None:
+    kinds = ["oktopk", "oktopk after a warm-up", "int4", "int8", "bf16"]
+    cases = {f"{what}, {cap_mb}": (run, what, cap_mb) for what in kinds for cap_mb in (None, SMALL_BUCKETS)}
+    for name, answers in cases_on_ranks(cases, ranks).items():
+        check_conserved(name.partition(",")[0], answers)
+
+
+def check_conserved(what: str, answers: list[dict[str, torch.Tensor]]) -> None:
+    """Under a hook of this kind."""
     for answer in answers[1:]:
         assert torch.equal(answer["averages"], answers[0]["averages"])
     averages = answers[0]["averages"].double()
@@ -140,21 +145,19 @@ def scaled(rank: int, static_graph: bool) -> dict[str, torch.Tensor]:
     return {"applied": applied, "computed": computed, "kept": residuals(state) / scaler.scale}
 
 
-@pytest.mark.parametrize("static_graph", [False, True])
-def test_residuals_follow_a_scaler(static_graph: bool) -> None:
-    answers = on_ranks(scaled, 2, static_graph)
-    computed, kept = (torch.stack([answer[what] for answer in answers]).mean(0) for what in ("computed", "kept"))
-    torch.testing.assert_close(answers[0]["applied"] + kept, computed, rtol=1e-4, atol=1e-5)
-    assert kept.abs().max() > 0
+def test_residuals_follow_a_scaler(found: dict[str, list[Any]]) -> None:
+    for answers in (found["scaled"], found["scaled, static"]):
+        computed, kept = (torch.stack([answer[what] for answer in answers]).mean(0) for what in ("computed", "kept"))
+        torch.testing.assert_close(answers[0]["applied"] + kept, computed, rtol=1e-4, atol=1e-5)
+        assert kept.abs().max() > 0
 
 
 def residuals_in(saved: dict[str, Any]) -> torch.Tensor:
     return torch.stack([saved["residuals"][name] for name in ("first", "second")])
 
 
-@pytest.mark.parametrize("what", ["oktopk", "int4"])
-def test_residuals_survive_a_restart(what: str) -> None:
-    for restored, lost, left in on_ranks(resumed, 2, what):
+def test_residuals_survive_a_restart(found: dict[str, list[Any]]) -> None:
+    for restored, lost, left in found["resumed, oktopk"] + found["resumed, int4"]:
         assert restored and lost < 1e-5 and left < 0.1
 
 
@@ -181,9 +184,8 @@ def trained(rank: int, accumulate: bool) -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize("accumulate", [False, True])
-def test_training_by_int8_follows_ddp(accumulate: bool) -> None:
-    for plain, hooked in on_ranks(trained, 2, accumulate):
+def test_training_by_int8_follows_ddp(found: dict[str, list[Any]]) -> None:
+    for plain, hooked in found["trained"] + found["trained, no_sync"]:
         assert hooked == pytest.approx(plain, rel=0.02) and hooked != plain
 
 
@@ -204,8 +206,8 @@ def mistakes(rank: int) -> list[str]:
     return [*found, str(caught.value)]
 
 
-def test_mistakes_are_named() -> None:
-    for *kinds, wrong_hook in on_ranks(mistakes, 2):
+def test_mistakes_are_named(found: dict[str, list[Any]]) -> None:
+    for *kinds, wrong_hook in found["mistakes"]:
         assert all("a comm hook sends every bucket by one kind" in said for said in kinds)
         assert wrong_hook.startswith(
             "the state of this comm hook is a CommHookState of 'int8': expected CommHookState("
@@ -220,8 +222,8 @@ def other_settings(rank: int) -> str:
     return str(caught.value)
 
 
-def test_ranks_compare_their_settings() -> None:
-    for said in on_ranks(other_settings, 2):
+def test_ranks_compare_their_settings(found: dict[str, list[Any]]) -> None:
+    for said in found["other settings"]:
         assert "the state of the comm hook is not the same on all ranks" in said and "compress int8" in said
 
 
@@ -272,5 +274,24 @@ def steps_counted(rank: int) -> int:
     return int(counted)
 
 
-def test_a_step_is_one_backward_also_with_reentrant_checkpoints() -> None:
-    assert on_ranks(steps_counted, 2) == [STEPS, STEPS]
+def test_a_step_is_one_backward_also_with_reentrant_checkpoints(found: dict[str, list[Any]]) -> None:
+    assert found["steps counted"] == [STEPS, STEPS]
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, list[Any]]:
+    """What two ranks saw in each case, all in one launch."""
+    return cases_on_ranks(
+        {
+            "scaled": (scaled, False),
+            "scaled, static": (scaled, True),
+            "resumed, oktopk": (resumed, "oktopk"),
+            "resumed, int4": (resumed, "int4"),
+            "trained": (trained, False),
+            "trained, no_sync": (trained, True),
+            "steps counted": (steps_counted,),
+            "other settings": (other_settings,),
+            "mistakes": (mistakes,),
+        },
+        2,
+    )

@@ -25,7 +25,7 @@ from parallel.given_gradients import (
     state_after_six_steps,
     two_buckets,
 )
-from ranks import on_ranks
+from ranks import cases_on_ranks, on_ranks
 
 # ---------------------------------------------------------------------------------------------------- checkpoints
 
@@ -65,14 +65,17 @@ def from_a_dict(rank: int, cut: int | None, wire: str, wire_after: str) -> torch
     return torch.stack(applied[8:])
 
 
-@pytest.mark.parametrize("wire", ["fp32", "bf16", "int8"])
-def test_resuming_with_its_state_is_bit_exact(wire: str) -> None:
-    whole, cut = on_ranks(from_a_dict, 2, None, wire, wire), on_ranks(from_a_dict, 2, 8, wire, wire)
-    assert all(torch.equal(a, b) for a, b in zip(whole, cut, strict=True)) and whole[0].any()
+WIRES = ("fp32", "bf16", "int8")
 
 
-def test_another_wire_resumes_the_same_state() -> None:
-    answers = on_ranks(from_a_dict, 2, 8, "int8", "fp32")
+def test_resuming_with_its_state_is_bit_exact(found: dict[str, list[Any]]) -> None:
+    for wire in WIRES:
+        whole, cut = found[f"whole, {wire}"], found[f"cut, {wire}"]
+        assert all(torch.equal(a, b) for a, b in zip(whole, cut, strict=True)) and whole[0].any(), wire
+
+
+def test_another_wire_resumes_the_same_state(found: dict[str, list[Any]]) -> None:
+    answers = found["another wire"]
     assert torch.equal(answers[0], answers[1]) and answers[0].any()
 
 
@@ -150,8 +153,8 @@ def alone(rank: int, states: list[dict[str, Any]]) -> dict[str, Any]:
     return {"still": still, "applied": applied, "again": again, "left": left}
 
 
-def test_one_rank_goes_on_where_several_stopped() -> None:
-    states = on_ranks(state_after_six_steps, 2)
+def test_one_rank_goes_on_where_several_stopped(found: dict[str, list[Any]]) -> None:
+    states = found["six steps"]
     answers = on_ranks(alone, 1, states)[0]
     sums = [sum(state["residuals"][name] for state in states).view(ROWS, COLUMNS) for name in ("first", "second")]
     assert torch.equal(answers["still"], torch.stack(sums)), "what was not finite sent nothing"
@@ -182,17 +185,19 @@ def mixed_up(rank: int, states: list[Any], planned: bool) -> str:
     return said + "no error"
 
 
-@pytest.mark.parametrize("planned", [True, False])
-def test_ranks_that_load_different_states_get_an_error_and_do_not_hang(planned: bool) -> None:
-    states = on_ranks(state_after_six_steps, 2)
-    for message in on_ranks(mixed_up, 2, [states[0], None], planned):
-        assert "load_comm_state_dict()" in message and "'step 6 of 2 ranks" in message and "'nothing'" in message
+def test_ranks_that_load_different_states_get_an_error_and_do_not_hang(found: dict[str, list[Any]]) -> None:
+    states = found["six steps"]
     older = {**states[1], "step": 4, "steps_trained": 4}
-    for message in on_ranks(mixed_up, 2, [states[0], older], planned):
-        assert "step 6 of 2 ranks" in message and "step 4 of 2 ranks" in message
-    answers = on_ranks(mixed_up, 2, [states[0], states[0]], planned)
-    assert "give its own" in answers[1] and all("a state that was refused" in message for message in answers)
-    assert on_ranks(mixed_up, 2, states, planned) == ["no error"] * 2
+    given = {"none": [states[0], None], "older": [states[0], older], "the same": [states[0], states[0]], "own": states}
+    for planned in (True, False):
+        said = cases_on_ranks({name: (mixed_up, loaded, planned) for name, loaded in given.items()}, 2)
+        for message in said["none"]:
+            assert "load_comm_state_dict()" in message and "'step 6 of 2 ranks" in message and "'nothing'" in message
+        for message in said["older"]:
+            assert "step 6 of 2 ranks" in message and "step 4 of 2 ranks" in message
+        assert "give its own" in said["the same"][1]
+        assert all("a state that was refused" in message for message in said["the same"])
+        assert said["own"] == ["no error"] * 2
 
 
 def loaded_late(rank: int) -> str:
@@ -207,8 +212,8 @@ def loaded_late(rank: int) -> str:
     return "no error"
 
 
-def test_loading_after_the_first_step_is_refused() -> None:
-    assert all("load before the first" in message for message in on_ranks(loaded_late, 2))
+def test_loading_after_the_first_step_is_refused(found: dict[str, list[Any]]) -> None:
+    assert all("load before the first" in message for message in found["loaded late"])
 
 
 def no_state_without_compression(rank: int) -> str:
@@ -224,6 +229,22 @@ def no_state_without_compression(rank: int) -> str:
     return "no error"
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_state_of_a_compression_needs_the_compression(ranks: int) -> None:
-    assert all("compress=" in message for message in on_ranks(no_state_without_compression, ranks))
+def test_state_of_a_compression_needs_the_compression(found: dict[str, list[Any]]) -> None:
+    answers = found["without compression"] + on_ranks(no_state_without_compression, 1)
+    assert all("compress=" in message for message in answers)
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, list[Any]]:
+    """What two ranks saw in each case, all in one launch."""
+    return cases_on_ranks(
+        {
+            **{f"whole, {wire}": (from_a_dict, None, wire, wire) for wire in WIRES},
+            **{f"cut, {wire}": (from_a_dict, 8, wire, wire) for wire in WIRES},
+            "another wire": (from_a_dict, 8, "int8", "fp32"),
+            "six steps": (state_after_six_steps,),
+            "loaded late": (loaded_late,),
+            "without compression": (no_state_without_compression,),
+        },
+        2,
+    )

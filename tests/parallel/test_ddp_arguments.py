@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from anabranch import DataParallel
 from parallel.twins import WIDTH, Feature, Model, batch, different, mlp, plain_train, twins
-from ranks import on_ranks
+from ranks import cases_on_ranks, on_ranks
 
 
 def delayed(rank: int, count: int) -> dict[str, Any]:
@@ -37,11 +37,12 @@ def delayed(rank: int, count: int) -> dict[str, Any]:
     return {"apart": apart[:3], "explained": models[1].explain()}
 
 
-@pytest.mark.parametrize(("world_size", "count"), [(2, 2), (2, 5), (1, 2)])
-def test_delayed_parameters(world_size: int, count: int) -> None:
-    for answer in on_ranks(delayed, world_size, count):
-        assert answer["apart"] == []
-        assert "delay_all_reduce_named_params" in answer["explained"] or world_size == 1
+def test_delayed_parameters() -> None:
+    (alone,) = on_ranks(delayed, 1, 2)
+    assert alone["apart"] == []
+    found = cases_on_ranks({"two": (delayed, 2), "five": (delayed, 5)}, 2)
+    for answer in found["two"] + found["five"]:
+        assert answer["apart"] == [] and "delay_all_reduce_named_params" in answer["explained"]
 
 
 def nothing_left(module: nn.Module) -> dict[str, Any]:
@@ -58,6 +59,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module], dict[str
 
 
 def refused(rank: int, name: str) -> list[str]:
+    warnings.filterwarnings("ignore", "Lazy modules are a new feature")
     build, options = REFUSED[name]
     said = []
     for wrap in (DistributedDataParallel, DataParallel):
@@ -69,16 +71,10 @@ def refused(rank: int, name: str) -> list[str]:
     return said
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_refused_with_torchs_own_words(name: str) -> None:
-    warnings.filterwarnings("ignore", "Lazy modules are a new feature")
-    for said in on_ranks(lazily_refused, 2, name):
-        assert len(said) == 2 and said[0] == said[1]
-
-
-def lazily_refused(rank: int, name: str) -> list[str]:
-    warnings.filterwarnings("ignore", "Lazy modules are a new feature")
-    return refused(rank, name)
+def test_refused_with_torchs_own_words() -> None:
+    for name, answers in cases_on_ranks({name: (refused, name) for name in REFUSED}, 2).items():
+        for theirs, ours in answers:
+            assert theirs == ours, name
 
 
 def logging_data(rank: int, options: dict[str, Any]) -> list[str]:
@@ -103,9 +99,10 @@ def kinds(model: Model) -> dict[str, str]:
     return {key: type(value).__name__ for key, value in model._get_ddp_logging_data().items()}
 
 
-@pytest.mark.parametrize("options", [{}, {"find_unused_parameters": True}, {"static_graph": True}])
-def test_logging_data_keep_their_keys_and_types(options: dict[str, Any]) -> None:
-    assert on_ranks(logging_data, 2, options) == [[], []]
+def test_logging_data_keep_their_keys_and_types() -> None:
+    options: list[dict[str, Any]] = [{}, {"find_unused_parameters": True}, {"static_graph": True}]
+    for name, apart in cases_on_ranks({str(given): (logging_data, given) for given in options}, 2).items():
+        assert apart == [[], []], name
 
 
 def logged_errors(rank: int) -> list[object]:

@@ -1,7 +1,7 @@
 """What DDP users rely on, each against DDP with the same seed and data, through every stage of tuning."""
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 
 import pytest
@@ -20,7 +20,7 @@ from parallel.models import (
     WithDouble,
 )
 from parallel.twins import Feature, Model, Outcome, batch, plain_train, run
-from ranks import on_ranks
+from ranks import cases_on_ranks
 
 
 def accumulate(model: Model, optimizer: torch.optim.Optimizer, step: int) -> object:
@@ -234,6 +234,8 @@ FEATURES: Mapping[str, Feature] = {
     "own collectives": Feature(train=loss_collective),
     "frozen on the way": Feature(train=freezing, options=UNUSED, ends_planning=True),
 }
+GROUPS = 3  # of features; each is a launch of ranks
+GOING_BACK = {"plain", "no_sync", "unused", "static", "bucket views", "checkpoint, re-entrant"}
 # Gradients that come in another order from step to step are recorded with a warning.
 RESTLESS = {"unused", "unused, bucket views", "no_sync, unused"}
 
@@ -247,32 +249,35 @@ def follow(rank: int, name: str, scenario: str) -> dict[str, object]:
         return run(rank, FEATURES[name], scenario)
 
 
-def check(name: str, scenario: str, world_size: int) -> list[Outcome]:
-    outcomes = [Outcome.of(answer) for answer in on_ranks(follow, world_size, name, scenario)]
-    assert outcomes[0].apart == []
-    assert all(outcome.apart == [] for outcome in outcomes)
-    # what two backward passes leave is each rank's own under DDP as well; they are summed before the step
-    assert len({outcome.digest for outcome in outcomes}) == 1, "ranks ended with other bits"
-    return outcomes
+def outcomes(cases: Sequence[tuple[str, str]], world_size: int) -> dict[tuple[str, str], list[Outcome]]:
+    """What every rank saw of each feature in each scenario: no difference, and the same bits on all ranks."""
+    launched = {f"{name}, {scenario}": (follow, name, scenario) for name, scenario in cases}
+    found = cases_on_ranks(launched, world_size, timeout_s=120.0)
+    seen = {case: [Outcome.of(answer) for answer in found[f"{case[0]}, {case[1]}"]] for case in cases}
+    for case, ranks in seen.items():
+        assert [outcome.apart for outcome in ranks] == [[]] * world_size, case
+        # what two backward passes leave is each rank's own under DDP as well; they are summed before the step
+        assert len({outcome.digest for outcome in ranks}) == 1, f"{case}: ranks ended with other bits"
+    return seen
 
 
-@pytest.mark.parametrize("scenario", ["plans again and again", "is given the plan"])
-@pytest.mark.parametrize("name", FEATURES)
-def test_equals_ddp_to_the_last_bit_on_two_ranks(name: str, scenario: str) -> None:
-    for outcome in check(name, scenario, 2):
-        if name == "frozen on the way":
-            assert "no longer planning: parameters were frozen" in outcome.explained or scenario == "is given the plan"
-        else:
-            assert outcome.layouts >= (1 if scenario == "is given the plan" else 2)
+@pytest.mark.parametrize("group", range(GROUPS))
+def test_equals_ddp_to_the_last_bit_on_two_ranks(group: int) -> None:
+    """While plans come and go, under a given plan, and where DDP's own buckets win."""
+    names = list(FEATURES)[group::GROUPS]
+    scenarios = ["plans again and again", "is given the plan"]
+    cases = [(name, scenario) for name in names for scenario in scenarios]
+    cases += [(name, "goes back") for name in names if name in GOING_BACK]
+    for (name, scenario), ranks in outcomes(cases, 2).items():
+        for outcome in ranks:
+            if name == "frozen on the way":
+                reason = "no longer planning: parameters were frozen"
+                assert reason in outcome.explained or scenario == "is given the plan"
+            else:
+                assert outcome.layouts >= (1 if scenario == "is given the plan" else 2), (name, scenario)
+            assert scenario != "goes back" or not outcome.planned, name
 
 
-@pytest.mark.parametrize("name", ["plain", "no_sync", "unused", "static", "bucket views", "checkpoint, re-entrant"])
-def test_equals_ddp_when_it_goes_back_to_ddps_own_buckets(name: str) -> None:
-    for outcome in check(name, "goes back", 2):
-        assert not outcome.planned
-        assert outcome.layouts >= 2
-
-
-@pytest.mark.parametrize("name", FEATURES)
-def test_equals_ddp_to_rounding_on_three_ranks(name: str) -> None:
-    check(name, "is given the plan", 3)
+@pytest.mark.parametrize("group", range(GROUPS))
+def test_equals_ddp_to_rounding_on_three_ranks(group: int) -> None:
+    outcomes([(name, "is given the plan") for name in list(FEATURES)[group::GROUPS]], 3)

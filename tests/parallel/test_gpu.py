@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import anabranch as ab
-from anabranch.ddp.hook import PlanHook
+from anabranch.ddp.layout import PlanHook
 from anabranch.ddp.reducer import reduced_parameters, relayout
 from anabranch.exchange.collectives import Collectives
 from anabranch.exchange.compression import probe_of

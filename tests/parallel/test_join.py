@@ -10,7 +10,7 @@ from torch import nn
 
 from anabranch import DataParallel
 from parallel.twins import WIDTH, Feature, Model, batch, bits, different, mlp, plain_train, scatter, twins
-from ranks import on_ranks
+from ranks import cases_on_ranks, on_ranks
 
 
 def normed() -> nn.Module:
@@ -51,15 +51,21 @@ def digest(model: Model) -> str:
     return b"".join(bits(p) for p in model.parameters()).hex()
 
 
-@pytest.mark.parametrize("given_plan", [False, True], ids=["planning", "given"])
+MODELS = [("mlp", {}), ("mlp", {"find_unused_parameters": True}), ("normed", {})]
+
+
 @pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.parametrize(("build", "options"), [("mlp", {}), ("mlp", {"find_unused_parameters": True}), ("normed", {})])
-def test_uneven_inputs(build: str, options: dict[str, Any], world_size: int, given_plan: bool) -> None:
-    answers = on_ranks(joined_epochs, world_size, build, options, given_plan)
-    for answer in answers:
-        assert answer["apart"] == []
-        assert answer["digest"] == answers[0]["digest"]
-        assert True in answer["plans"]
+def test_uneven_inputs(world_size: int) -> None:
+    cases = {
+        f"{build} {options}, given_plan={given}": (joined_epochs, build, options, given)
+        for build, options in MODELS
+        for given in (False, True)
+    }
+    for name, answers in cases_on_ranks(cases, world_size, timeout_s=120.0).items():
+        for answer in answers:
+            assert answer["apart"] == [], name
+            assert answer["digest"] == answers[0]["digest"], name
+            assert True in answer["plans"], name
 
 
 def halved_by_those_who_remain(rank: int, collective: str, divide: bool) -> list[float]:
@@ -88,12 +94,13 @@ def _bf16(plan: Any) -> Any:
     return planners.using(plan, "bf16")
 
 
-@pytest.mark.parametrize("collective", ["dense", "bf16"])
-@pytest.mark.parametrize("divide", [True, False])
-def test_divides_by_the_ranks_that_remain_if_asked_to(divide: bool, collective: str) -> None:
-    _, *answers = on_ranks(halved_by_those_who_remain, 3, collective, divide)
-    for seen in answers:
-        assert seen == pytest.approx([2 / 3 if divide else 1.0] * 5, rel=1e-2 if collective == "bf16" else 1e-6)
+def test_divides_by_the_ranks_that_remain_if_asked_to() -> None:
+    kinds = [(collective, divide) for collective in ("dense", "bf16") for divide in (True, False)]
+    found = cases_on_ranks({f"{kind}": (halved_by_those_who_remain, *kind) for kind in kinds}, 3)
+    for collective, divide in kinds:
+        for seen in found[f"{(collective, divide)}"][1:]:
+            expected = 2 / 3 if divide else 1.0
+            assert seen == pytest.approx([expected] * 5, rel=1e-2 if collective == "bf16" else 1e-6)
 
 
 def evaluate_then_train(rank: int) -> list[str]:

@@ -29,7 +29,7 @@ from parallel.twins import (
     steps,
     twins,
 )
-from ranks import on_ranks
+from ranks import cases_on_ranks, on_ranks
 
 
 def to_ddp_and_back(rank: int) -> list[str]:
@@ -55,8 +55,8 @@ def to_ddp_and_back(rank: int) -> list[str]:
     return apart
 
 
-def test_state_dict_loads_into_ddp_and_back() -> None:
-    assert on_ranks(to_ddp_and_back, 2) == [[], []]
+def test_state_dict_loads_into_ddp_and_back(found: dict[str, list[Any]]) -> None:
+    assert found["to DDP and back"] == [[], []]
 
 
 def averaged_copy(rank: int) -> list[str]:
@@ -85,8 +85,8 @@ def averaged_copy(rank: int) -> list[str]:
     return early_apart
 
 
-def test_copies_for_averaging() -> None:
-    assert on_ranks(averaged_copy, 2) == [[], []]
+def test_copies_for_averaging(found: dict[str, list[Any]]) -> None:
+    assert found["averaged copy"] == [[], []]
 
 
 def copy_trains(rank: int) -> str:
@@ -102,8 +102,8 @@ def copy_trains(rank: int) -> str:
     return stage_of(model)
 
 
-def test_deep_copy_of_a_planned_model() -> None:
-    assert all("running" in said for said in on_ranks(copy_trains, 2))
+def test_deep_copy_of_a_planned_model(found: dict[str, list[Any]]) -> None:
+    assert all("running" in said for said in found["copy trains"])
 
 
 def replanned(rank: int) -> dict[str, Any]:
@@ -128,8 +128,8 @@ def replanned(rank: int) -> dict[str, Any]:
     return {"said": said, "apart": apart, "asked": asked}
 
 
-def test_replan_on_demand() -> None:
-    for answer in on_ranks(replanned, 2):
+def test_replan_on_demand(found: dict[str, list[Any]]) -> None:
+    for answer in found["replanned"]:
         assert answer["apart"] == []
         profiled = [said for said in answer["said"] if "profiling" in said]
         assert answer["asked"] == 2
@@ -165,9 +165,10 @@ def alone_on_rank_0(rank: int, kind: str) -> list[str]:
     return apart
 
 
-@pytest.mark.parametrize("kind", ["no_grad", "with grad", "autograd.grad", "no_sync"])
-def test_forwards_of_rank_0_alone(kind: str) -> None:
-    assert on_ranks(alone_on_rank_0, 2, kind) == [[], []]
+def test_forwards_of_rank_0_alone() -> None:
+    cases = {kind: (alone_on_rank_0, kind) for kind in ("no_grad", "with grad", "autograd.grad", "no_sync")}
+    for kind, apart in cases_on_ranks(cases, 2).items():
+        assert apart == [[], []], kind
 
 
 def curve(rank: int) -> dict[str, Any]:
@@ -264,8 +265,24 @@ def two_models(rank: int) -> list[str]:
     return apart
 
 
-def test_two_models_in_one_program() -> None:
-    assert on_ranks(two_models, 2) == [[], []]
+def test_two_models_in_one_program(found: dict[str, list[Any]]) -> None:
+    assert found["two models"] == [[], []]
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, list[Any]]:
+    """What two ranks saw in each case, all in one launch."""
+    return cases_on_ranks(
+        {
+            "to DDP and back": (to_ddp_and_back,),
+            "averaged copy": (averaged_copy,),
+            "copy trains": (copy_trains,),
+            "replanned": (replanned,),
+            "two models": (two_models,),
+        },
+        2,
+        timeout_s=90.0,
+    )
 
 
 def held(rank: int, at: int, callers: tuple[int, ...]) -> dict[str, object]:
@@ -291,10 +308,12 @@ def held(rank: int, at: int, callers: tuple[int, ...]) -> dict[str, object]:
     }
 
 
-@pytest.mark.parametrize(("at", "callers"), [(1, (0, 1)), (80, (0, 1)), (80, (0,)), (80, (1,))])
-def test_hold_keeps_the_best_layout_and_averaging_continues(at: int, callers: tuple[int, ...]) -> None:
-    first, second = on_ranks(held, 2, at, callers, timeout_s=90.0)
-    assert first == second and first["apart"] == []
-    assert first["held"] == (0 in callers), "rank 0's call counts, whether or not others call"
-    if at == 1:
-        assert first["plan"] is None, "before anything was tried, its own buckets are the best seen"
+def test_hold_keeps_the_best_layout_and_averaging_continues() -> None:
+    calls: list[tuple[int, tuple[int, ...]]] = [(1, (0, 1)), (80, (0, 1)), (80, (0,)), (80, (1,))]
+    answers = cases_on_ranks({str(call): (held, *call) for call in calls}, 2, timeout_s=120.0)
+    for at, callers in calls:
+        first, second = answers[str((at, callers))]
+        assert first == second and first["apart"] == []
+        assert first["held"] == (0 in callers), "rank 0's call counts, whether or not others call"
+        if at == 1:
+            assert first["plan"] is None, "before anything was tried, its own buckets are the best seen"

@@ -28,7 +28,7 @@ from parallel.twins import (
     sgd,
     stage_of,
 )
-from ranks import GROUP_TIMEOUT, on_ranks
+from ranks import GROUP_TIMEOUT, cases_on_ranks, on_ranks
 
 GIVEN_STEPS = 5  # enough for the plan to be in force, and to be profiled
 
@@ -211,9 +211,8 @@ def in_python(rank: int, python_works: bool) -> dict[str, Any]:
     return {**pair.close(), "refusals": refusals}
 
 
-@pytest.mark.parametrize("python_works", [False, True])
-def test_groups_in_python(python_works: bool) -> None:
-    for answer in on_ranks(in_python, 2, python_works):
+def test_groups_in_python(found: dict[str, list[Any]]) -> None:
+    for answer in found["in Python"] + found["in Python, with works in Python"]:
         assert answer["apart"] == []
         assert answer["explained"].startswith("No plan: its process group is a PythonGroup, a Python class")
         for what, message in answer["refusals"].items():
@@ -266,9 +265,8 @@ def managed(rank: int, loose: bool) -> dict[str, Any]:
     return {**pair.close(), "averaged": torch.equal(*everyones)}
 
 
-@pytest.mark.parametrize("loose", [False, True])
-def test_groups_whose_ranks_join_later(loose: bool) -> None:
-    for answer in on_ranks(managed, 2, loose):
+def test_groups_whose_ranks_join_later(found: dict[str, list[Any]]) -> None:
+    for answer in found["managed"] + found["managed, without init_sync"]:
         assert answer["apart"] == [] and answer["averaged"] and not answer["planned"]
         assert answer["explained"].startswith("No plan: its process group is a ManagedGroup, a Python class")
 
@@ -297,8 +295,8 @@ def no_member(rank: int) -> list[str]:
     return errors_of(lambda kind: kind(mlp(), process_group=group))
 
 
-def test_outside_the_group_there_is_torchs_own_error() -> None:
-    theirs, ours = on_ranks(no_member, 2)[1]
+def test_outside_the_group_there_is_torchs_own_error(found: dict[str, list[Any]]) -> None:
+    theirs, ours = found["no member"][1]
     assert ours[:200] == theirs[:200]  # the rest shows the module's parameters
 
 
@@ -314,9 +312,8 @@ def at_their_own_time(rank: int, how: str) -> dict[str, Any]:
     return pair.close()
 
 
-@pytest.mark.parametrize("how", ["searching", "given"])
-def test_without_init_sync_ranks_wrap_at_their_own_time(how: str) -> None:
-    for answer in on_ranks(at_their_own_time, 2, how):
+def test_without_init_sync_ranks_wrap_at_their_own_time(found: dict[str, list[Any]]) -> None:
+    for answer in found["searching"] + found["given"]:
         assert answer["apart"] == [] and answer["planned"]
 
 
@@ -329,8 +326,8 @@ def disagreeing(rank: int) -> str:
     return str(caught.value)
 
 
-def test_without_init_sync_the_first_step_compares() -> None:
-    for message in on_ranks(disagreeing, 2):
+def test_without_init_sync_the_first_step_compares(found: dict[str, list[Any]]) -> None:
+    for message in found["disagreeing"]:
         assert "the settings of DataParallel is not the same on all ranks" in message and "profile_steps 3" in message
 
 
@@ -354,8 +351,8 @@ def own_buffers(rank: int) -> dict[str, Any]:
     return pair.close()
 
 
-def test_buffers_may_differ_where_they_are_not_broadcast() -> None:
-    for answer in on_ranks(own_buffers, 2):
+def test_buffers_may_differ_where_they_are_not_broadcast(found: dict[str, list[Any]]) -> None:
+    for answer in found["own buffers"]:
         assert answer["apart"] == [] and answer["planned"]
 
 
@@ -378,9 +375,8 @@ class Named(nn.Module):
         return outputs
 
 
-@pytest.mark.parametrize("init_sync", [True, False])
-def test_names_may_differ_between_ranks(init_sync: bool) -> None:
-    for answer in on_ranks(own_names, 2, init_sync):
+def test_names_may_differ_between_ranks(found: dict[str, list[Any]]) -> None:
+    for answer in found["own names"] + found["own names, without init_sync"]:
         assert answer["apart"] == [] and not answer["planned"]
         assert "parameters have other names on other ranks" in answer["explained"]
 
@@ -391,6 +387,29 @@ def plan_by_names(rank: int) -> str:
     return str(caught.value)
 
 
-def test_a_given_plan_needs_the_same_names() -> None:
-    for message in on_ranks(plan_by_names, 2):
+def test_a_given_plan_needs_the_same_names(found: dict[str, list[Any]]) -> None:
+    for message in found["a plan by names"]:
         assert "the model is not the same on all ranks" in message and "stage1" in message
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, list[Any]]:
+    """What two ranks saw in each case, all in one launch."""
+    return cases_on_ranks(
+        {
+            "in Python": (in_python, False),
+            "in Python, with works in Python": (in_python, True),
+            "managed": (managed, False),
+            "managed, without init_sync": (managed, True),
+            "no member": (no_member,),
+            "searching": (at_their_own_time, "searching"),
+            "given": (at_their_own_time, "given"),
+            "disagreeing": (disagreeing,),
+            "own buffers": (own_buffers,),
+            "own names": (own_names, True),
+            "own names, without init_sync": (own_names, False),
+            "a plan by names": (plan_by_names,),
+        },
+        2,
+        timeout_s=120.0,
+    )

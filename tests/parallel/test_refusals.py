@@ -22,7 +22,7 @@ from parallel.twins import (
     scattered,
     twins,
 )
-from ranks import on_ranks
+from ranks import cases_on_ranks, on_ranks
 
 
 def refusal(make: Callable[[], object]) -> str:
@@ -63,14 +63,13 @@ def another_model(rank: int, what: str) -> str:
     return refusal(lambda: DataParallel(Other(what, odd=rank == 2)))
 
 
-@pytest.mark.parametrize("what", MODELS)
-def test_models_that_differ_between_ranks(what: str) -> None:
-    answers = on_ranks(another_model, 3, what)
-    assert len(set(answers)) == 1
-    assert answers[0].startswith("DisagreementError: the model is not the same on all ranks")
-    assert "ranks 2 differ from rank 0" in answers[0]
-    for part in MODELS[what]:
-        assert part in answers[0]
+def test_models_that_differ_between_ranks() -> None:
+    for what, answers in cases_on_ranks({what: (another_model, what) for what in MODELS}, 3).items():
+        assert len(set(answers)) == 1
+        assert answers[0].startswith("DisagreementError: the model is not the same on all ranks")
+        assert "ranks 2 differ from rank 0" in answers[0]
+        for part in MODELS[what]:
+            assert part in answers[0]
 
 
 def other_planner(trace: Trace, network: Network) -> Plan:
@@ -97,13 +96,12 @@ def another_setting(rank: int, what: str) -> str:
     return refusal(lambda: DataParallel(mlp(), **options))
 
 
-@pytest.mark.parametrize("what", SETTINGS)
-def test_settings_that_differ_between_ranks(what: str) -> None:
-    answers = on_ranks(another_setting, 3, what)
-    assert len(set(answers)) == 1
-    assert answers[0].startswith("DisagreementError: the settings of DataParallel is not the same on all ranks")
-    assert SETTINGS[what][1] in answers[0]
-    assert "ranks 1 differ" in answers[0]
+def test_settings_that_differ_between_ranks() -> None:
+    for what, answers in cases_on_ranks({what: (another_setting, what) for what in SETTINGS}, 3).items():
+        assert len(set(answers)) == 1
+        assert answers[0].startswith("DisagreementError: the settings of DataParallel is not the same on all ranks")
+        assert SETTINGS[what][1] in answers[0]
+        assert "ranks 1 differ" in answers[0]
 
 
 def bad_plans(rank: int) -> dict[str, str]:
@@ -123,8 +121,8 @@ def _two_kinds() -> nn.Module:
     return nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False, dtype=torch.float64))
 
 
-def test_plans_and_networks_for_something_else() -> None:
-    for answer in on_ranks(bad_plans, 2):
+def test_plans_and_networks_for_something_else(found: dict[str, list[Any]]) -> None:
+    for answer in found["bad plans"]:
         assert answer["another model"].startswith("PlanError: the plan names 0.weight, which this model does not train")
         assert answer["leaves out"].startswith("PlanError: the plan leaves out 4.bias and 1 more")
         assert (
@@ -136,9 +134,9 @@ def test_plans_and_networks_for_something_else() -> None:
         assert answer["network"].startswith("NetworkError: the network was measured among 16 ranks and these are 2")
 
 
-def test_plans_for_something_else_on_one_rank() -> None:
+def test_plans_for_something_else_on_one_rank(found: dict[str, list[Any]]) -> None:
     """They would be refused as soon as the training has two ranks."""
-    (one,), (several, _) = on_ranks(bad_plans, 1), on_ranks(bad_plans, 2)
+    (one,), (several, _) = on_ranks(bad_plans, 1), found["bad plans"]
     for what in ("another model", "leaves out", "collective", "dtypes"):
         assert one[what].startswith("PlanError") and one[what] == several[what]
 
@@ -177,8 +175,8 @@ def nothing_to_train(rank: int) -> list[str]:
     return [refusal(lambda k=kind, e=empty: k(Frozen(e))) for empty in (True, False) for kind in kinds]  # type: ignore[misc]
 
 
-def test_nothing_to_train_is_refused_as_by_ddp() -> None:
-    for theirs, ours, theirs_frozen, ours_frozen in on_ranks(nothing_to_train, 2):
+def test_nothing_to_train_is_refused_as_by_ddp(found: dict[str, list[Any]]) -> None:
+    for theirs, ours, theirs_frozen, ours_frozen in found["nothing to train"]:
         assert ours == theirs
         assert ours_frozen == theirs_frozen
         assert "doesn't have any parameter that requires a gradient" in ours
@@ -206,13 +204,11 @@ def planner_fails(rank: int, planner: str) -> str:
     return said
 
 
-@pytest.mark.parametrize(
-    ("planner", "said"),
-    [("failing_planner", "LookupError: no idea"), ("half_a_plan", "PlanError: the plan leaves out")],
-)
-def test_a_planner_that_fails(planner: str, said: str) -> None:
-    for answer in on_ranks(planner_fails, 2, planner):
-        assert answer.startswith(f"anabranch: running DDP's own buckets: planning failed ({said}")
+def test_a_planner_that_fails(found: dict[str, list[Any]]) -> None:
+    words = {"failing_planner": "LookupError: no idea", "half_a_plan": "PlanError: the plan leaves out"}
+    for planner, said in words.items():
+        for answer in found[planner]:
+            assert answer.startswith(f"anabranch: running DDP's own buckets: planning failed ({said}")
 
 
 def unfinished(rank: int) -> str:
@@ -236,6 +232,21 @@ def _raise(gradient: torch.Tensor) -> torch.Tensor:
     raise ZeroDivisionError
 
 
-def test_a_backward_that_was_not_finished() -> None:
-    for said in on_ranks(unfinished, 2):
+def test_a_backward_that_was_not_finished(found: dict[str, list[Any]]) -> None:
+    for said in found["unfinished"]:
         assert said.startswith("RuntimeError: Expected to have finished reduction")
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, list[Any]]:
+    """What two ranks saw in each case, all in one launch."""
+    return cases_on_ranks(
+        {
+            "bad plans": (bad_plans,),
+            "nothing to train": (nothing_to_train,),
+            "failing_planner": (planner_fails, "failing_planner"),
+            "half_a_plan": (planner_fails, "half_a_plan"),
+            "unfinished": (unfinished,),  # the last: it leaves an all-reduce that nobody waits for
+        },
+        2,
+    )

@@ -20,9 +20,9 @@ from parallel.given_gradients import (
     state_after_six_steps,
     two_buckets,
 )
-from ranks import on_ranks
+from ranks import cases_on_ranks, on_ranks
 
-WITH_RESIDUALS = pytest.mark.parametrize("kind", ["oktopk:0.1", "int4"])
+WITH_RESIDUALS = ("oktopk:0.1", "int4")
 
 # ------------------------------------------------------------------------------------------------- nothing is stranded
 
@@ -54,10 +54,20 @@ def sent_by_ddp(rank: int, states: list[dict[str, Any]], accumulate: bool) -> di
     return answer
 
 
-@pytest.mark.parametrize("accumulate", [False, True])
-def test_what_was_loaded_is_sent_although_no_plan_runs(accumulate: bool) -> None:
-    states = on_ranks(state_after_six_steps, 2)
-    answers = on_ranks(sent_by_ddp, 2, states, accumulate)
+@pytest.fixture(scope="module")
+def states() -> list[dict[str, Any]]:
+    """The states of two ranks after six steps of a sparse plan."""
+    return on_ranks(state_after_six_steps, 2)
+
+
+def test_what_was_loaded_is_sent_although_no_plan_runs(states: list[dict[str, Any]]) -> None:
+    cases = {"at once": (sent_by_ddp, states, False), "accumulated": (sent_by_ddp, states, True)}
+    for answers in cases_on_ranks(cases, 2).values():
+        check_sent(answers, states)
+
+
+def check_sent(answers: list[dict[str, Any]], states: list[dict[str, Any]]) -> None:
+    """All that was in the states is in what was applied."""
     waited = [torch.stack([s["residuals"][n].view(ROWS, COLUMNS) for n in ("first", "second")]) for s in states]
     assert all(torch.equal(one["still"], mine) for one, mine in zip(answers, waited, strict=True)), (
         "the NaN sent nothing"
@@ -89,8 +99,7 @@ def frozen_when_loaded(rank: int, states: list[dict[str, Any]]) -> list[torch.Te
     return answer
 
 
-def test_the_residual_of_a_frozen_parameter_is_sent_when_it_is_trained_again() -> None:
-    states = on_ranks(state_after_six_steps, 2)
+def test_the_residual_of_a_frozen_parameter_is_sent_when_it_is_trained_again(states: list[dict[str, Any]]) -> None:
     kept, applied, left = on_ranks(frozen_when_loaded, 1, states)[0]
     waited = sum(state["residuals"]["first"] for state in states).view(ROWS, COLUMNS)
     assert torch.equal(kept, waited) and not left.any()
@@ -120,9 +129,8 @@ def left_through_nan(rank: int, kind: str) -> dict[str, Any]:
     return {"poisons": poisons, "before": bool(before.any()), "left": left}
 
 
-@WITH_RESIDUALS
-def test_what_a_plan_leaves_behind_goes_with_the_next_finite_step(kind: str) -> None:
-    for answers in on_ranks(left_through_nan, 2, kind):
+def test_what_a_plan_leaves_behind_goes_with_the_next_finite_step(found: dict[str, list[Any]]) -> None:
+    for answers in found["left, oktopk:0.1"] + found["left, int4"]:
         assert answers == {"poisons": 1, "before": True, "left": True}
 
 
@@ -147,8 +155,8 @@ def huge_then_normal(rank: int) -> dict[str, Any]:
     return answer
 
 
-def test_finite_gradients_without_a_finite_sum_cost_their_steps_and_no_others() -> None:
-    answers = on_ranks(huge_then_normal, 2)
+def test_finite_gradients_without_a_finite_sum_cost_their_steps_and_no_others(found: dict[str, list[Any]]) -> None:
+    answers = found["huge"]
     assert [one["skipped"] for one in answers] == [2, 2]
     accounted = 2 * answers[0]["applied"].double() + sum(one["residuals"].double() for one in answers)
     expected = computed(2, 0, 2) + computed(2, 4, 8)
@@ -172,13 +180,13 @@ def fewer_residuals(rank: int, kind: str) -> dict[str, Any]:
     return answer
 
 
-@WITH_RESIDUALS
-def test_a_plan_with_fewer_residuals_strands_nothing(kind: str) -> None:
-    answers = on_ranks(fewer_residuals, 2, kind)
-    assert all(one["before"].flatten(1).any(dim=1).all() for one in answers), "both matrices had a residual"
-    accounted = 2 * answers[0]["applied"].double() + sum(one["residuals"].double() for one in answers)
-    torch.testing.assert_close(accounted, computed(2, 0, 8), rtol=1e-4, atol=1e-4)
-    assert not any(one["residuals"][0].any() for one in answers) and answers[0]["residuals"][1].any()
+def test_a_plan_with_fewer_residuals_strands_nothing(found: dict[str, list[Any]]) -> None:
+    for kind in WITH_RESIDUALS:
+        answers = found[f"fewer, {kind}"]
+        assert all(one["before"].flatten(1).any(dim=1).all() for one in answers), "both matrices had a residual"
+        accounted = 2 * answers[0]["applied"].double() + sum(one["residuals"].double() for one in answers)
+        torch.testing.assert_close(accounted, computed(2, 0, 8), rtol=1e-4, atol=1e-4)
+        assert not any(one["residuals"][0].any() for one in answers) and answers[0]["residuals"][1].any()
 
 
 class Images(nn.Module):
@@ -211,8 +219,8 @@ def channels_last(rank: int) -> dict[str, torch.Tensor]:
     return {"computed": computed, "applied": applied}
 
 
-def test_a_residual_keeps_its_place_whatever_the_order_in_memory() -> None:
-    answers = on_ranks(channels_last, 2)
+def test_a_residual_keeps_its_place_whatever_the_order_in_memory(found: dict[str, list[Any]]) -> None:
+    answers = found["channels last"]
     torch.testing.assert_close(2 * answers[0]["applied"], answers[0]["computed"] + answers[1]["computed"])
 
 
@@ -232,8 +240,8 @@ def warned(rank: int) -> list[str]:
     return said
 
 
-def test_explain_shows_the_residual_and_warns_when_it_grows() -> None:
-    for calm, alarmed in on_ranks(warned, 2):
+def test_explain_shows_the_residual_and_warns_when_it_grows(found: dict[str, list[Any]]) -> None:
+    for calm, alarmed in found["warned"]:
         assert "applied in its last step, |residual|" in calm and " steps old" in calm and "WARNING" not in calm
         assert "WARNING: the residual of the bucket to first grows without bound: its norm was" in alarmed
         assert "at step 1216, 320.0 and 608.0 steps of gradients: give OkTopk a higher density" in alarmed
@@ -270,12 +278,12 @@ def followed(rank: int, scales: list[float], cut: int | None) -> torch.Tensor:
     return applied
 
 
-@pytest.mark.parametrize("cut", [None, 6])
-def test_residuals_follow_the_scale_of_the_loss(cut: int | None) -> None:
-    scales = [2.0**power for power in (16, 16, 17, 3, 3, 4, 20, 20, 1, 0)]
-    steady = on_ranks(followed, 2, [1.0] * len(scales), None)
-    changing = on_ranks(followed, 2, scales, cut)
-    assert torch.equal(steady[0], changing[0]) and steady[0].any(), "powers of two change no bit"
+SCALES = [2.0**power for power in (16, 16, 17, 3, 3, 4, 20, 20, 1, 0)]
+
+
+def test_residuals_follow_the_scale_of_the_loss(found: dict[str, list[Any]]) -> None:
+    steady, changing, cut = (found[f"{what} scale"][0] for what in ("steady", "changing", "cut"))
+    assert torch.equal(steady, changing) and torch.equal(steady, cut) and steady.any(), "powers of two change no bit"
 
 
 def scaled_by_torch(rank: int) -> dict[str, Any]:
@@ -302,9 +310,28 @@ def scaled_by_torch(rank: int) -> dict[str, Any]:
     return {"moved": moved, "left": left, "scales": scales}
 
 
-def test_torchs_own_scaler_is_followed() -> None:
-    answers = on_ranks(scaled_by_torch, 2)
+def test_torchs_own_scaler_is_followed(found: dict[str, list[Any]]) -> None:
+    answers = found["scaled by torch"]
     assert len(set(answers[0]["scales"])) > 2, "it changed"
     accounted = 2 * answers[0]["moved"].double() + sum(one["left"].double() for one in answers)
     expected = computed(2, 0, 5) + computed(2, 6, 8)
     torch.testing.assert_close(accounted, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, list[Any]]:
+    """What two ranks saw in each case, all in one launch."""
+    return cases_on_ranks(
+        {
+            **{f"left, {kind}": (left_through_nan, kind) for kind in WITH_RESIDUALS},
+            **{f"fewer, {kind}": (fewer_residuals, kind) for kind in WITH_RESIDUALS},
+            "huge": (huge_then_normal,),
+            "channels last": (channels_last,),
+            "warned": (warned,),
+            "steady scale": (followed, [1.0] * len(SCALES), None),
+            "changing scale": (followed, SCALES, None),
+            "cut scale": (followed, SCALES, 6),
+            "scaled by torch": (scaled_by_torch,),
+        },
+        2,
+    )

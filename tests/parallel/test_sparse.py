@@ -15,7 +15,7 @@ from anabranch.tuning.live_trials import LiveTrials
 from anabranch.values.kinds.names import DENSITIES, kind_of
 from parallel.given_gradients import COLUMNS, ROWS, GivenGradients, gradients, two_buckets
 from parallel.twins import SCENARIOS
-from ranks import on_ranks
+from ranks import cases_on_ranks, on_ranks
 
 
 def sparse_steps(rank: int, wire: str, steps: int) -> dict[str, Any]:
@@ -81,18 +81,17 @@ def narrow_steps(rank: int, name: str, wire: str, momentum: float) -> dict[str, 
     return {"computed": computed, "applied": applied, "allowed": allowed, "residuals": residuals}
 
 
-@pytest.mark.parametrize(("name", "wire"), [("bfloat16", "fp32"), ("float16", "int8")])
-def test_gradients_of_16_bits_are_applied_or_in_a_float32_residual(name: str, wire: str) -> None:
-    answers = on_ranks(narrow_steps, 2, name, wire, 0.0)
-    assert all(torch.equal(one["applied"], answers[0]["applied"]) for one in answers)
-    assert all(one["residuals"].dtype == torch.float32 and one["residuals"].any() for one in answers)
-    computed = sum(one["computed"] for one in answers)
-    accounted = 2 * answers[0]["applied"] + sum(one["residuals"].double() for one in answers)
-    assert bool(((accounted - computed).abs() <= 2 * answers[0]["allowed"] + 1e-4).all())
+def test_gradients_of_16_bits_are_applied_or_in_a_float32_residual(found: dict[str, list[Any]]) -> None:
+    for answers in (found["bfloat16"], found["float16"]):
+        assert all(torch.equal(one["applied"], answers[0]["applied"]) for one in answers)
+        assert all(one["residuals"].dtype == torch.float32 and one["residuals"].any() for one in answers)
+        computed = sum(one["computed"] for one in answers)
+        accounted = 2 * answers[0]["applied"] + sum(one["residuals"].double() for one in answers)
+        assert bool(((accounted - computed).abs() <= 2 * answers[0]["allowed"] + 1e-4).all())
 
 
-def test_momentum_of_16_bit_gradients_is_float32() -> None:
-    answers = on_ranks(narrow_steps, 2, "bfloat16", "bf16", 0.5)
+def test_momentum_of_16_bit_gradients_is_float32(found: dict[str, list[Any]]) -> None:
+    answers = found["bfloat16 with momentum"]
     assert torch.equal(answers[0]["applied"], answers[1]["applied"]) and answers[0]["applied"].any()
 
 
@@ -144,27 +143,27 @@ def waited_for(rank: int, warmup_steps: int, most: int) -> str:
     return said
 
 
-def test_steps_in_which_sparse_messages_wait_are_not_those_of_the_search() -> None:
-    for said in on_ranks(waited_for, 2, 90, 40):
+def test_steps_in_which_sparse_messages_wait_are_not_those_of_the_search(found: dict[str, list[Any]]) -> None:
+    for said in found["a long warm-up"]:
         assert "oktopk:0.05" in said.split("layout", 1)[1].split("Plan", 1)[0], said
 
 
-def test_a_search_that_may_take_no_steps_says_so() -> None:
-    for said in on_ranks(waited_for, 2, 0, 1):
+def test_a_search_that_may_take_no_steps_says_so(found: dict[str, list[Any]]) -> None:
+    for said in found["no steps"]:
         assert "had taken its 1 steps (max_search_steps)" in said and "waits for communication" not in said, said
 
 
-@pytest.mark.parametrize(("density", "end"), [(0.05, "goes back"), ("auto", "goes back"), (0.05, "keeps the plan")])
-def test_tuning_loses_no_gradient(density: float | str, end: str) -> None:
-    answers = on_ranks(tuned_run, 2, density, end, timeout_s=100.0)
-    computed = sum(one["computed"].double() for one in answers)
-    accounted = 2 * answers[0]["applied"].double() + sum(one["residuals"].double() for one in answers)
-    torch.testing.assert_close(accounted, computed, rtol=1e-4, atol=1e-4)
-    assert answers[0]["kinds"] == answers[1]["kinds"]
-    assert any(kind.startswith("oktopk") for kind in answers[0]["kinds"])
-    if end == "goes back":  # and sends all residuals before
-        assert "running DDP's own buckets" in answers[0]["explained"]
-        assert all(not one["residuals"].any() for one in answers)
+def test_tuning_loses_no_gradient() -> None:
+    ends: list[tuple[float | str, str]] = [(0.05, "goes back"), ("auto", "goes back"), (0.05, "keeps the plan")]
+    for name, answers in cases_on_ranks({f"{end}": (tuned_run, *end) for end in ends}, 2, timeout_s=150.0).items():
+        computed = sum(one["computed"].double() for one in answers)
+        accounted = 2 * answers[0]["applied"].double() + sum(one["residuals"].double() for one in answers)
+        torch.testing.assert_close(accounted, computed, rtol=1e-4, atol=1e-4)
+        assert answers[0]["kinds"] == answers[1]["kinds"], name
+        assert any(kind.startswith("oktopk") for kind in answers[0]["kinds"]), name
+        if "goes back" in name:  # and sends all residuals before
+            assert "running DDP's own buckets" in answers[0]["explained"]
+            assert all(not one["residuals"].any() for one in answers)
 
 
 def lost_when_confirmed(rank: int) -> dict[str, Any]:
@@ -189,8 +188,8 @@ def wrong_settings(rank: int) -> str:
     return "no error"
 
 
-def test_ranks_with_different_densities_get_an_error() -> None:
-    for message in on_ranks(wrong_settings, 2):
+def test_ranks_with_different_densities_get_an_error(found: dict[str, list[Any]]) -> None:
+    for message in found["wrong settings"]:
         assert "density=0.1" in message and "density=0.2" in message
 
 
@@ -212,8 +211,8 @@ def poisoned(rank: int) -> dict[str, Any]:
     return {"grad": model.first.grad, "same": all(torch.equal(before[name], after[name]) for name in before)}
 
 
-def test_a_gradient_that_is_not_finite_reaches_every_rank_and_no_residual() -> None:
-    for answers in on_ranks(poisoned, 2):
+def test_a_gradient_that_is_not_finite_reaches_every_rank_and_no_residual(found: dict[str, list[Any]]) -> None:
+    for answers in found["poisoned"]:
         assert not torch.isfinite(answers["grad"]).any() and answers["same"]
 
 
@@ -247,8 +246,27 @@ def refusals(rank: int) -> list[str]:
     return said
 
 
-def test_what_would_lose_gradients_is_refused() -> None:
-    for said in on_ranks(refusals, 2):
+@pytest.fixture(scope="module")
+def found() -> dict[str, list[Any]]:
+    """What two ranks saw in each case, all in one launch."""
+    return cases_on_ranks(
+        {
+            "bfloat16": (narrow_steps, "bfloat16", "fp32", 0.0),
+            "float16": (narrow_steps, "float16", "int8", 0.0),
+            "bfloat16 with momentum": (narrow_steps, "bfloat16", "bf16", 0.5),
+            "a long warm-up": (waited_for, 90, 40),
+            "no steps": (waited_for, 0, 1),
+            "wrong settings": (wrong_settings,),
+            "poisoned": (poisoned,),
+            "refusals": (refusals,),
+        },
+        2,
+        timeout_s=90.0,
+    )
+
+
+def test_what_would_lose_gradients_is_refused(found: dict[str, list[Any]]) -> None:
+    for said in found["refusals"]:
         assert len(said) == 4
         for words, message in zip(
             ("find_unused_parameters", "float32, bfloat16 and float16", "was closed", "closed"), said, strict=True

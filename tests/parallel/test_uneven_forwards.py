@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -12,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from anabranch import DataParallel
 from parallel.twins import SCENARIOS, WIDTH, mlp, ring
-from ranks import on_ranks
+from ranks import cases_on_ranks, on_ranks
 
 STEPS = 40
 
@@ -60,12 +59,12 @@ def trained(rank: int, name: str) -> dict[str, Any]:
     return {"said": said}
 
 
-@pytest.mark.parametrize("name", ["uneven", "many", "checkpointed"])
-def test_tuning_counts_averaged_backward_passes_only(name: str) -> None:
-    first, second = on_ranks(trained, 2, name)
-    assert first["said"].splitlines()[0] == second["said"].splitlines()[0]
-    if name == "checkpointed":
-        assert "no step could be recorded" in first["said"]
+def test_tuning_counts_averaged_backward_passes_only() -> None:
+    cases = {name: (trained, name) for name in ("uneven", "many", "checkpointed")}
+    found = cases_on_ranks(cases, 2)
+    for first, second in found.values():
+        assert first["said"].splitlines()[0] == second["said"].splitlines()[0]
+    assert "no step could be recorded" in found["checkpointed"][0]["said"]
 
 
 def replanned(rank: int) -> int:

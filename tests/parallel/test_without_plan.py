@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from anabranch import DataParallel
 from parallel.twins import WIDTH, Feature, Model, Outcome, batch, bits, different, mlp, plain_train, run, twins
-from ranks import on_ranks
+from ranks import cases_on_ranks, on_ranks
 
 
 def one_rank(rank: int, options: dict[str, Any]) -> dict[str, Any]:
@@ -45,17 +45,14 @@ def one_rank(rank: int, options: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"static_graph": True}, {"find_unused_parameters": True}, {"gradient_as_bucket_view": True}],
-    ids=["plain", "static", "unused", "views"],
-)
-def test_one_rank(options: dict[str, Any]) -> None:
-    (answer,) = on_ranks(one_rank, 1, options)
-    assert answer["same"]
-    assert answer["nothing"] == [None] * 4
-    assert answer["threads"] == []
-    assert answer["explained"].startswith("No plan: there is one rank, so nothing to send.")
+def test_one_rank() -> None:
+    names = ("static_graph", "find_unused_parameters", "gradient_as_bucket_view")
+    cases = {"plain": (one_rank, {}), **{name: (one_rank, {name: True}) for name in names}}
+    for name, (answer,) in cases_on_ranks(cases, 1).items():
+        assert answer["same"], name
+        assert answer["nothing"] == [None] * 4
+        assert answer["threads"] == []
+        assert answer["explained"].startswith("No plan: there is one rank, so nothing to send.")
 
 
 class Words(nn.Module):
@@ -101,8 +98,8 @@ def never(rank: int) -> dict[str, Any]:
     return run(rank, Feature(ours={"profile_steps": 0}), "keeps the plan")
 
 
-def test_profile_steps_0() -> None:
-    for answer in on_ranks(never, 2):
+def test_profile_steps_0(found: dict[str, list[Any]]) -> None:
+    for answer in found["never"]:
         assert answer["apart"] == []
         assert answer["explained"].startswith("No plan: profile_steps is 0.")
 
@@ -162,22 +159,20 @@ def normed() -> nn.Module:
     return nn.Sequential(mlp(2), nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, WIDTH))
 
 
-@pytest.mark.parametrize(
-    ("name", "options", "scenario"),
-    [
+def test_a_comm_hook_that_is_registered_while_a_plan_runs() -> None:
+    cases: list[tuple[str, dict[str, Any], str]] = [
         ("a function", {}, "keeps the plan"),
         ("a function", {"static_graph": True}, "keeps the plan"),
         ("a function", {"find_unused_parameters": True}, "is given the plan"),
         ("fp16", {"gradient_as_bucket_view": True}, "is given the plan"),
         ("built in", {}, "is given the plan"),
         ("PowerSGD", {}, "keeps the plan"),
-    ],
-)
-def test_a_comm_hook_that_is_registered_while_a_plan_runs(name: str, options: dict[str, Any], scenario: str) -> None:
-    for answer in on_ranks(late_hook, 2, name, options, scenario):
-        assert answer["apart"] == [] and answer["alive"] == []
-        assert answer["twice"] == 1, "a second hook is refused with torch's own words"
-        assert "hook" in answer["explained"] and "was registered" in answer["explained"]
+    ]
+    for name, answers in cases_on_ranks({str(case): (late_hook, *case) for case in cases}, 2).items():
+        for answer in answers:
+            assert answer["apart"] == [] and answer["alive"] == [], name
+            assert answer["twice"] == 1, "a second hook is refused with torch's own words"
+            assert "hook" in answer["explained"] and "was registered" in answer["explained"]
 
 
 def hook_says(rank: int) -> str:
@@ -186,13 +181,10 @@ def hook_says(rank: int) -> str:
     return model.explain()
 
 
-@pytest.mark.parametrize("after", [0, 5])
-def test_a_comm_hook_of_the_users(after: int) -> None:
-    assert on_ranks(own_hook, 2, after) == [["No plan: it was closed. Wrap the module again to train it."]] * 2
-
-
-def test_a_comm_hook_is_named() -> None:
-    assert all("the comm hook allreduce_hook was registered" in said for said in on_ranks(hook_says, 2))
+def test_a_comm_hook_of_the_users_is_named(found: dict[str, list[Any]]) -> None:
+    closed = ["No plan: it was closed. Wrap the module again to train it."]
+    assert found["own hook at once"] == found["own hook later"] == [closed] * 2
+    assert all("the comm hook allreduce_hook was registered" in said for said in found["hook says"])
 
 
 def ignored_parameters(rank: int) -> bool:
@@ -213,8 +205,8 @@ def ignored_parameters(rank: int) -> bool:
     return all(bits(p.grad) == bits(theirs[n].grad) for n, p in ours.items() if p.grad is not None)
 
 
-def test_parameters_that_ddp_ignores() -> None:
-    assert on_ranks(ignored_parameters, 2) == [True, True]
+def test_parameters_that_ddp_ignores(found: dict[str, list[Any]]) -> None:
+    assert found["ignored parameters"] == [True, True]
 
 
 def is_one(rank: int) -> list[bool]:
@@ -226,5 +218,21 @@ def is_one(rank: int) -> list[bool]:
     ]
 
 
-def test_is_a_ddp() -> None:
-    assert on_ranks(is_one, 2) == [[True] * 3] * 2
+def test_is_a_ddp(found: dict[str, list[Any]]) -> None:
+    assert found["is one"] == [[True] * 3] * 2
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, list[Any]]:
+    """What two ranks saw in each case, all in one launch."""
+    return cases_on_ranks(
+        {
+            "never": (never,),
+            "own hook at once": (own_hook, 0),
+            "own hook later": (own_hook, 5),
+            "hook says": (hook_says,),
+            "ignored parameters": (ignored_parameters,),
+            "is one": (is_one,),
+        },
+        2,
+    )

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from anabranch import DataParallel, Lean, LeanDataParallel, OkTopk
 from parallel.twins import batch, different, mlp, plain_train, sgd
-from ranks import on_ranks
+from ranks import cases_on_ranks, on_ranks
 
 LEAN = Lean(lambda parameters: torch.optim.SGD(parameters, lr=0.1))
 
@@ -43,12 +43,11 @@ def wrapped_twice(rank: int, outer: str, inner: str) -> list[str]:
     return [error_of(lambda module=module: WRAPPERS[outer](module)) for module in (wrapper, nested)]  # type: ignore[misc]
 
 
-@pytest.mark.parametrize("inner", WRAPPERS)
-@pytest.mark.parametrize("outer", ["DataParallel", "LeanDataParallel"])
-def test_a_wrapper_is_not_wrapped_again(outer: str, inner: str) -> None:
-    for whole, part in on_ranks(wrapped_twice, 2, outer, inner):
-        assert whole.startswith(f"ValueError: the module is a {inner} already") and "model.module" in whole
-        assert part.startswith(f"ValueError: its part 1 is a {inner} already")
+def test_a_wrapper_is_not_wrapped_again(found: dict[str, list[Any]]) -> None:
+    for outer, inner in TWICE:
+        for whole, part in found[f"{inner} in {outer}"]:
+            assert whole.startswith(f"ValueError: the module is a {inner} already") and "model.module" in whole
+            assert part.startswith(f"ValueError: its part 1 is a {inner} already")
 
 
 def wrapped_by_ddp(rank: int, inner: str) -> str:
@@ -56,10 +55,10 @@ def wrapped_by_ddp(rank: int, inner: str) -> str:
     return error_of(lambda: outer(batch(rank)))
 
 
-@pytest.mark.parametrize("inner", ["DataParallel", "LeanDataParallel"])
-def test_ddp_around_a_wrapper_is_refused_in_the_first_forward(inner: str) -> None:
-    for said in on_ranks(wrapped_by_ddp, 2, inner):
-        assert said.startswith(f"RuntimeError: this {inner} was wrapped once more, in a DistributedDataParallel")
+def test_ddp_around_a_wrapper_is_refused_in_the_first_forward(found: dict[str, list[Any]]) -> None:
+    for inner in OURS:
+        for said in found[f"{inner} in DDP"]:
+            assert said.startswith(f"RuntimeError: this {inner} was wrapped once more, in a DistributedDataParallel")
 
 
 class Experts(nn.Module):
@@ -88,8 +87,8 @@ def side_by_side(rank: int) -> list[str]:
     return different(wrapped[0], wrapped[1], 0.0)
 
 
-def test_a_wrapper_of_parameters_that_the_outer_one_ignores() -> None:
-    assert on_ranks(side_by_side, 2) == [[], []]
+def test_a_wrapper_of_parameters_that_the_outer_one_ignores(found: dict[str, list[Any]]) -> None:
+    assert found["side by side"] == [[], []]
 
 
 def sharded(rank: int, how: str) -> list[str]:
@@ -102,14 +101,32 @@ def sharded(rank: int, how: str) -> list[str]:
     return [error_of(lambda wrap=wrap: wrap(module)) for wrap in (DataParallel, lean)]  # type: ignore[misc]
 
 
-@pytest.mark.parametrize("how", ["fully_shard", "parallelize_module"])
-def test_dtensors_are_refused_by_name(how: str) -> None:
-    for answers in on_ranks(sharded, 2, how):
+def test_dtensors_are_refused_by_name(found: dict[str, list[Any]]) -> None:
+    for answers in found["fully_shard"] + found["parallelize_module"]:
         for said in answers:
             assert said.startswith(
                 "ValueError: 0.weight is a DTensor (S(0)), as fully_shard() and parallelize_module()"
             )
             assert "leave it out under fully_shard()" in said and 'device_mesh=mesh["dp"]' in said
+
+
+OURS = ("DataParallel", "LeanDataParallel")
+TWICE = [(outer, inner) for outer in OURS for inner in WRAPPERS]
+
+
+@pytest.fixture(scope="module")
+def found() -> dict[str, list[Any]]:
+    """What two ranks saw in each case, all in one launch."""
+    return cases_on_ranks(
+        {
+            **{f"{inner} in {outer}": (wrapped_twice, outer, inner) for outer, inner in TWICE},
+            **{f"{inner} in DDP": (wrapped_by_ddp, inner) for inner in OURS},
+            "side by side": (side_by_side,),
+            "fully_shard": (sharded, "fully_shard"),
+            "parallelize_module": (sharded, "parallelize_module"),
+        },
+        2,
+    )
 
 
 def tensor_parallel(rank: int) -> tuple[bool, str, str]:

@@ -57,8 +57,7 @@ def test_ballooning_is_where_activations_are_gone() -> None:
     # weights, residual, owners' sums (with 4 ranks as wide as the bucket), and two slots of a quarter
     lean = found["lean"].kinds
     assert (lean["weights"], lean["residual"], lean["gradients"]) == (n, n, n // 2 + 40_000_000)
-    assert found["lean, host"].kinds["residual"] == n // 2 and found["lean, host"].host_nbytes == n
-    assert found["lean, host"].nbytes < found["lean"].nbytes < found["oktopk"].nbytes
+    assert found["lean"].nbytes < found["oktopk"].nbytes
 
 
 def test_with_many_ranks_owners_hold_little() -> None:
@@ -88,7 +87,6 @@ def test_lean_needs_less_than_ddp() -> None:
     assert less["lean"] == pytest.approx(0.0 - 0.05, abs=0.03)
     assert less["lean, residuals bf16"] == pytest.approx(0.5 - 3 * 0.05, abs=0.03)
     assert less["lean, residuals int8"] == pytest.approx(1 - 65 / 256 - 3 * 0.05, abs=0.03)
-    assert less["lean, host"] == pytest.approx(1 - 3 * 0.05, abs=0.03), "two slots of residuals are there all the time"
 
 
 def test_slots_where_there_are_no_activations() -> None:
@@ -115,18 +113,16 @@ def test_clipping_holds_averages_until_the_end() -> None:
     assert predict(early, "lean, dense", Setting(clips=True)) == predict(early, "lean, dense"), "none at its peak"
 
 
-@pytest.mark.parametrize(
-    ("wrong", "words"),
-    [
+def test_wrong_requests_are_told() -> None:
+    cases: list[tuple[Callable[[], object], str]] = [
         (lambda: predict(small(), "ddpp"), "mode is 'ddpp': expected one of ddp, naive sparse"),
         (lambda: Setting(ranks=0), "ranks is 0: expected a whole number from 1 on"),
         (lambda: Setting(density=2.0), r"density is 2.0: expected a share of the elements in \(0, 1\]"),
         (lambda: Footprint({"gravel": 1}, ""), "a footprint has the kind 'gravel': expected some of weights"),
-    ],
-)
-def test_wrong_requests_are_told(wrong: Callable[[], object], words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        wrong()
+    ]
+    for wrong, words in cases:
+        with pytest.raises(ValueError, match=words):
+            wrong()
 
 
 def test_every_mode_grows_with_the_batch() -> None:
@@ -203,16 +199,10 @@ def test_lean_with_int8_holds_neither_gradients_nor_residual() -> None:
     assert lean.nbytes < ddp.nbytes and lean.nbytes < oktopk.nbytes
 
 
-def test_the_residual_of_int4_can_be_on_the_host() -> None:
-    place, host = (predict(small(activations=MIB), mode, QUIET) for mode in ("lean, int4", "lean, int4, host"))
-    assert place.kinds["residual"] == N and place.host_nbytes == 0
-    assert host.kinds["residual"] == N // 2 and host.host_nbytes == N
-
-
 def test_modes_by_exchange() -> None:
     rounded = ["residuals bf16", "residuals int8"]
     assert modes_of("dense") == ["lean, dense"]
-    assert modes_of("oktopk") == ["oktopk", "lean", "lean, host", *(f"lean, {how}" for how in rounded)]
+    assert modes_of("oktopk") == ["oktopk", "lean", *(f"lean, {how}" for how in rounded)]
     assert modes_of("int8") == ["int8", "lean, int8"]
-    assert modes_of("int4") == ["int4", "lean, int4", "lean, int4, host", *(f"lean, int4, {how}" for how in rounded)]
+    assert modes_of("int4") == ["int4", "lean, int4", *(f"lean, int4, {how}" for how in rounded)]
     assert all(mode in OUR_MODES for kind in COMPRESSED for mode in modes_of(kind))

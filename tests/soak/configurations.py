@@ -50,7 +50,7 @@ CONFIGURATIONS: Mapping[str, Configuration] = {
     "lean-sgd": Configuration(lean={}, ours={"planner": "scattered"}),
     "lean-adamw": Configuration(lean={}, optimizer="adamw"),
     "lean-oktopk": Configuration(lean={"residuals": "in place"}, ours={"compress": SPARSE}, lossy=True),
-    "lean-oktopk-host": Configuration(lean={"residuals": "host"}, ours={"compress": SPARSE}, lossy=True),
+    "lean-oktopk-int8": Configuration(lean={"residuals": "int8"}, ours={"compress": SPARSE}, lossy=True),
     "lean-bf16-clip": Configuration(lean={"clip_norm": 1.0}, ours={"compress": "bf16"}, lossy=True),
     "batch-norm": Configuration("normed", ours={"planner": "scattered"}),
     "batch-norm-measured": Configuration("normed", measured=True),

@@ -22,8 +22,8 @@ Scenario = Literal[
 ]
 
 JOIN = ("join",)
-LEAN = ("lean-sgd", "lean-adamw", "lean-oktopk", "lean-oktopk-host", "lean-bf16-clip")
-SPARSE = ("oktopk", "oktopk-bf16-momentum", "lean-oktopk", "lean-oktopk-host")
+LEAN = ("lean-sgd", "lean-adamw", "lean-oktopk", "lean-oktopk-int8", "lean-bf16-clip")
+SPARSE = ("oktopk", "oktopk-bf16-momentum", "lean-oktopk", "lean-oktopk-int8")
 CACHED = (
     "default",
     "planner-single",

@@ -6,8 +6,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from anabranch.tools.lab.cluster import Cluster
-from anabranch.tools.lab.hosts import Host, linked_hosts
-from anabranch.tools.lab.namespaces import inside
+from anabranch.tools.lab.hosts import Host, inside, linked_hosts
 from anabranch.tools.lab.preflight import check
 from anabranch.values.errors import LabError
 from soak.case import Case

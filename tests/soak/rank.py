@@ -293,8 +293,8 @@ def _where(error: BaseException) -> str:
 
 
 def _enter(namespace: str, interface: str) -> None:
-    from anabranch.tools.lab import namespaces
+    from anabranch.tools.lab import hosts
 
     descriptor = os.open(namespace, os.O_RDONLY | os.O_CLOEXEC)
-    namespaces._call("setns", descriptor, namespaces.CLONE_NEWNET)
+    hosts._call("setns", descriptor, hosts.CLONE_NEWNET)
     os.environ["GLOO_SOCKET_IFNAME"] = interface

@@ -25,7 +25,7 @@ SELECTION = (
     "other-batch/find-unused/3/2/17/exit",
     "replan-alone/scattered/2/1/18/exit",
     "hold-everywhere/planner-single/2/0/13/exit",
-    "resume/lean-oktopk-host/2/1/9/exit",
+    "resume/lean-oktopk-int8/2/1/9/exit",
     "restart/planner-optimal/2/0/22/raise",
     "loop/scattered/2/0/9/exit",
     "hostile-plan/default/2/0/0/exit",

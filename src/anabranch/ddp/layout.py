@@ -1,4 +1,7 @@
-"""The bucket layout of a live DDP: a plan's buckets or DDP's own; also sends the model's buffers."""
+"""The bucket layout of a live DDP: a plan's buckets, with the comm hook that runs them, or DDP's own.
+
+No ``from __future__ import annotations`` here: DDP refuses hooks whose annotations are text.
+"""
 
 import logging
 import weakref
@@ -6,11 +9,11 @@ from collections.abc import Callable
 
 import torch
 from torch import nn
+from torch._C._distributed_c10d import GradBucket
 from torch._compile import _disable_dynamo
 from torch.autograd.graph import get_gradient_edge
 
 from anabranch.ddp.deferred_buffers import DeferredBuffers
-from anabranch.ddp.hook import PlanHook
 from anabranch.ddp.reducer import (
     BucketIndices,
     ExtensibleDDP,
@@ -26,6 +29,28 @@ from anabranch.exchange.launcher import BucketLauncher
 from anabranch.exchange.parameters import trained_only
 
 log = logging.getLogger("anabranch")
+
+
+class PlanHook:
+    """The comm hook: gives each bucket of a reducer to ``launcher``; the reducer's bucket i is the plan's bucket i.
+
+    ``after_last`` is called with the first lane after the last bucket of a step. The hook counts buckets itself: in
+    the first step of a static graph torch gives all of them the index 0.
+    """
+
+    def __init__(self, launcher: BucketLauncher, after_last: Callable[[Lane], None]) -> None:
+        self._launcher = launcher
+        self._after_last = after_last
+        self._next = 0
+
+    def run(self, state: object, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:  # noqa: ARG002
+        """The hook itself; DDP calls it in plan order, the same on every rank."""
+        index = self._next
+        self._next = (index + 1) % len(self._launcher.plan)
+        future = self._launcher.launch(index, bucket.buffer())
+        if self._next == 0:
+            self._after_last(self._launcher.lanes[0])
+        return future
 
 
 class DdpLayout:
@@ -77,12 +102,12 @@ class DdpLayout:
         return all(current.get(name) is p and not self._is_converted(p) for name, p in self._wrapped.items())
 
     def before_forward(self) -> None:
-        """Build the buckets anew if the memory format has changed: DDP mixes up elements of gradients then.
+        """Build the buckets again if the memory format has changed: DDP mixes up elements of gradients then.
 
         DDP itself checks that the last backward has finished.
         """
         if self._watched.stride() != self._strides and not self.converted():
-            log.warning("anabranch: the memory format was changed after the model was wrapped: buckets are built anew")
+            log.warning("anabranch: the memory format was changed after the model was wrapped: buckets are built again")
             self._build(self._planned_buckets if self._hook is not None else built_by_ddp(self._ddp), self._hook)
 
     def before_change(self) -> None:

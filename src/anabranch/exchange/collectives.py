@@ -1,6 +1,6 @@
 """Collectives: all exchanges that the buckets of one model can name, and the state they keep between steps."""
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from contextlib import AbstractContextManager
 from types import MappingProxyType
 from typing import Any, Protocol
@@ -9,6 +9,7 @@ import torch
 
 from anabranch.exchange.contracts import Collective, ExchangeFamily, Group, Steps, Traffic
 from anabranch.exchange.error_samples import ErrorSamples, Velocity
+from anabranch.exchange.residuals.packing import PackedResidual
 from anabranch.values.kinds.names import DENSE
 from anabranch.values.plan import Bucket, Plan
 
@@ -35,6 +36,7 @@ class ResidualState(Protocol):
     residual: torch.Tensor
     step: int
     accumulates_in_place: bool
+    packed: PackedResidual | None
 
     @property
     def held(self) -> Mapping[str, torch.Tensor]:
@@ -101,8 +103,8 @@ class ExchangeMemory(Protocol):
         """
         ...
 
-    def store_residuals(self, how: str, settle: Callable[[ResidualState], object]) -> None:
-        """Between steps: store residuals as "bf16", "int8", or as they are; call ``settle`` with each in turn."""
+    def store_residuals(self, how: str) -> None:
+        """Between steps: store residuals as "bf16", "int8", or as they are."""
         ...
 
     def summary(self) -> list[str]:
@@ -215,10 +217,10 @@ class Collectives:
         if self._memory is not None:
             self._memory.use_plan(plan)
 
-    def store_residuals(self, how: str, settle: Callable[[ResidualState], object]) -> None:
-        """Between steps: store residuals as "bf16", "int8", or as they are; call ``settle`` with each in turn."""
+    def store_residuals(self, how: str) -> None:
+        """Between steps: store residuals as "bf16", "int8", or as they are."""
         if self._memory is not None:
-            self._memory.store_residuals(how, settle)
+            self._memory.store_residuals(how)
 
     def summary(self) -> list[str]:
         """Lines for ``explain()``."""

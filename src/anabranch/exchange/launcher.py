@@ -6,10 +6,11 @@ import torch
 import torch.distributed as dist
 from torch.futures import Future
 
-from anabranch.exchange.contracts import BucketExchange
+from anabranch.exchange.contracts import BucketExchange, Group, Steps
 from anabranch.exchange.lanes import Lane, Lanes, Message
 from anabranch.values.plan import Bucket, Plan
 
+Around = Callable[[Steps, Group], Steps]
 EndMarker = Callable[[list[dist.Work]], None]
 
 
@@ -39,13 +40,17 @@ class BucketLauncher:
         self._world_size = dist.get_world_size(lanes[0].group)
         self._routes = [self._route(index, bucket) for index, bucket in enumerate(plan.buckets)]
 
-    def launch(self, index: int, buffer: torch.Tensor) -> Future[torch.Tensor]:
-        """Start the exchange of bucket ``index``, whose gradients are in ``buffer``; the future holds the average."""
+    def launch(self, index: int, buffer: torch.Tensor, around: Around | None = None) -> Future[torch.Tensor]:
+        """Start the exchange of bucket ``index``, whose gradients are in ``buffer``; the future holds the average.
+
+        ``around`` gets the exchange and its group, and returns what the lane runs in its place.
+        """
         if index == 0 and self._before_first is not None:
             self._before_first()
         bucket, lane, label, on_side_stream = self._routes[index]
         divisor = self.divisor() if self.divisor is not None else self._world_size
         steps = self._exchange.steps(bucket, buffer, lane.group, divisor)
+        steps = steps if around is None else around(steps, lane.group)
         return lane.submit(Message(steps, buffer, label, self._mark_bucket(index), on_side_stream))
 
     def close(self) -> None:

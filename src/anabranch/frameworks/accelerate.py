@@ -23,13 +23,13 @@ from anabranch.frameworks.checkpoint import load_rank_files, save_rank_file
 from anabranch.frameworks.wrappers import Wrapper
 from anabranch.lean.parallel import LeanDataParallel
 from anabranch.parallel import DataParallel
-from anabranch.values.compatibility import check_seams, unsupported
+from anabranch.values.compatibility import check_signatures, unsupported
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
 TESTED = "1.15.0"
-SEAMS = {
+SIGNATURES = {
     "prepare_model": ("model", "device_placement", "evaluation_mode"),
     "prepare_optimizer": ("optimizer", "device_placement"),
     "unwrap_model": ("model",),
@@ -50,7 +50,7 @@ def use_anabranch(accelerator: "Accelerator", **options: Any) -> "Wrappers":
     ``load_state()`` then include every rank's ``comm_state_dict()``. A model that is already a DataParallel is not
     wrapped again. Returns the wrappers, by model.
     """
-    check_seams("accelerate", TESTED, accelerator, SEAMS)
+    check_signatures("accelerate", TESTED, accelerator, SIGNATURES)
     if isinstance(getattr(accelerator.prepare_model, "__self__", None), Wrappers):
         raise ValueError("use_anabranch() was called twice with this Accelerator: call it once, with all options")
     if not isinstance(getattr(accelerator, "_models", None), list):
@@ -82,8 +82,8 @@ class Wrappers:
         self._made: WeakValueDictionary[int, Wrapper] = WeakValueDictionary()  # by id of the module inside
         self._optimizers: WeakSet[torch.optim.Optimizer] = WeakSet()  # prepared ones that can share momentum
         self.on_wrap: Callable[[Wrapper], None] | None = None  # called with each new wrapper
-        self._stock = {name: getattr(accelerator, name) for name in SEAMS}
-        for name in SEAMS:
+        self._stock = {name: getattr(accelerator, name) for name in SIGNATURES}
+        for name in SIGNATURES:
             if not name.startswith("register_"):
                 setattr(accelerator, name, getattr(self, name))
         accelerator.register_save_state_pre_hook(self._save)
@@ -126,7 +126,9 @@ class Wrappers:
             )
         prepared = self._stock["prepare_optimizer"](optimizer, device_placement=device_placement)
         own = getattr(prepared, "optimizer", prepared)
-        if not_shareable(own) is None and own not in self._optimizers:  # others must have no momentum beside OkTopk's
+        if (
+            not_shareable(own) is None and own not in self._optimizers
+        ):  # others must have no momentum in addition to OkTopk's
             self._optimizers.add(own)
             for wrapper in self._made.values():
                 _share_momentum(wrapper, own)
@@ -177,7 +179,7 @@ class Wrappers:
         return self._take(DataParallel(module, **{**of_ddp, **self.options}))
 
     def _forget_evaluation(self, model: nn.Module) -> None:
-        """Have a model prepared anew that was prepared for evaluation only.
+        """Have a model prepared again that was prepared for evaluation only.
 
         Accelerate returns such a model as it is: it would train without averaging, and ranks would drift apart.
         """
@@ -250,8 +252,8 @@ def _share_momentum(wrapper: Wrapper, optimizer: torch.optim.Optimizer) -> None:
 def _instead_of_ddp(wrap: Callable[..., Wrapper]) -> Iterator[None]:
     """A context in which ``torch.nn.parallel.DistributedDataParallel(...)`` calls ``wrap(...)``.
 
-    prepare_model() looks that name up when it wraps, and has no other way in; everything that it does before and
-    after, such as autocast and torch.compile, stays its own.
+    prepare_model() looks that name up when it wraps, and takes no class as an argument; everything that it does before
+    and after, such as autocast and torch.compile, stays its own.
     """
 
     class InsteadOfDDP(DistributedDataParallel):  # a class, since a function would break isinstance()

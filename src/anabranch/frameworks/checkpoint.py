@@ -285,7 +285,7 @@ def unpacked(entries: Mapping[str, torch.Tensor], where: str = "") -> dict[str, 
         if kind not in TENSORS or not name or not isinstance(value, torch.Tensor):
             raise _refused(f"{where}/{key}", type(value).__name__, f"tensors under {' and '.join(TENSORS)} only")
         if not numbers:
-            raise _refused(f"{where}/{key}", "there", "nothing beside numbers that are empty")
+            raise _refused(f"{where}/{key}", "there", "no tensors where numbers are empty")
         found[kind][name] = value
     return {**numbers, **found} if numbers else {}
 

@@ -21,7 +21,7 @@ from anabranch.exchange.collectives import Scaler
 from anabranch.exchange.compression import Settings, keeps_residuals, name_of, settings_of
 from anabranch.exchange.external_buckets import ExternalBuckets, only_kind
 from anabranch.exchange.groups import USE_A_TORCH_GROUP, default_group, no_clone_reason
-from anabranch.exchange.lanes import Lane, Lanes, Message
+from anabranch.exchange.lanes import Lanes, Message
 from anabranch.values.kinds.options import OkTopk, Quantised
 
 
@@ -51,19 +51,24 @@ class CommHookState:
         self.settings: Settings = settings
         self._module: nn.Module = module if ddp is None else ddp.module
         self._group = process_group
-        self._running: _Running | None = None
+        self._started: tuple[ExternalBuckets, Lanes] | None = None
         self._scaler: Scaler | None = None
+        self._names: dict[torch.Tensor, str] = {}
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of this rank to save in a checkpoint beside the model; {} if nothing is kept between steps."""
-        return self._started().state_dict()
+        """The state of this rank to save in a checkpoint with the model; {} if nothing is kept between steps."""
+        exchanges, _ = self._start()
+        return exchanges.state_dict()
 
     def load_state_dict(self, *states: Mapping[str, Any]) -> None:
         """Load what ``state_dict`` returned on this rank, on every rank, before the first step.
 
         If the number of ranks has changed, give every rank the states of all old ranks.
         """
-        self._started().load_state_dict(*states)
+        exchanges, lanes = self._start()
+        if len(lanes):
+            raise RuntimeError("load_state_dict() of a comm hook's state after steps were made: load before the first")
+        exchanges.load_state_dict(*states)
 
     def follow(self, scaler: Scaler) -> None:
         """Scale residuals with this GradScaler; call it on every rank."""
@@ -71,19 +76,45 @@ class CommHookState:
 
     def close(self) -> None:
         """Release threads and groups; residuals are gone then, so save them before."""
-        if self._running is not None:
+        if self._started is not None:
             self._release()
-            self._running = None
+            self._started = None
 
     def exchange(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         """Start the exchange of a bucket of DDP's; called by the hooks, in the same order on every rank."""
-        return self._started().exchange(bucket, self._scaler)
+        exchanges, lanes = self._start()
+        if not len(lanes):  # the first backward pass, where all ranks are
+            lanes.grow(1)
+            check_same("the state of the comm hook", exchanges.agreed(), lanes[0].group)
+        names = [self._names[parameter] for parameter in bucket.parameters()]
+        buffer = bucket.buffer()
+        kind = exchanges.kind_of(buffer.dtype)
+        label = f"the bucket to {names[-1]} ({len(names)} gradients, {kind})"
+        steps = exchanges.steps(names, buffer, lanes[0].group, self._scaler)
+        if bucket.is_last():  # the first may be ready in the backward of a re-entrant checkpoint, inside backward
+            exchanges.end_with_this_backward()
+        on_side_stream = exchanges.collectives.on_side_stream(kind)
+        return lanes[0].submit(Message(steps, buffer, label, on_side_stream=on_side_stream))
 
-    def _started(self) -> "_Running":
-        if self._running is None:
-            self._running = _Running(self._module, self.settings, self._group or default_group())
-            self._release = weakref.finalize(self, self._running.close)
-        return self._running
+    def _start(self) -> tuple[ExternalBuckets, Lanes]:
+        """The exchanges and their lane; made at the first use."""
+        if self._started is None:
+            group = self._group or default_group()
+            if reason := no_clone_reason(group):
+                raise ValueError(f"compress={name_of(self.settings)} cannot run here: {reason}. {USE_A_TORCH_GROUP}")
+            self._names = {parameter: name for name, parameter in self._module.named_parameters()}
+            trained = {name: parameter for parameter, name in self._names.items() if parameter.requires_grad}
+            frozen = {name: parameter for parameter, name in self._names.items() if not parameter.requires_grad}
+            exchanges = ExternalBuckets(self.settings, trained, group, frozen)
+            lanes = Lanes(group, next(iter(trained.values())).device, exchanges.collectives.max_ctas)
+            self._started = exchanges, lanes
+            self._release = weakref.finalize(self, _close, exchanges, lanes)
+        return self._started
+
+
+def _close(exchanges: ExternalBuckets, lanes: Lanes) -> None:
+    exchanges.close()
+    lanes.close()
 
 
 def oktopk_hook(state: CommHookState, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -105,46 +136,3 @@ def _check_settings(state: object, expected: type) -> None:
         raise ValueError(
             f"the state of this comm hook is a {found}: expected CommHookState(model, {expected.__name__}(...))"
         )
-
-
-class _Running:
-    """The exchanges of one model on a lane, from the first use on."""
-
-    def __init__(self, module: nn.Module, settings: Settings, group: dist.ProcessGroup) -> None:
-        if reason := no_clone_reason(group):
-            raise ValueError(f"compress={name_of(settings)} cannot run here: {reason}. {USE_A_TORCH_GROUP}")
-        named = dict(module.named_parameters())
-        trained = {name: p for name, p in named.items() if p.requires_grad}
-        frozen = {name: p for name, p in named.items() if not p.requires_grad}
-        self._names: dict[torch.Tensor, str] = {parameter: name for name, parameter in named.items()}
-        self._exchanges = ExternalBuckets(settings, trained, group, frozen)
-        self._lanes = Lanes(group, next(iter(trained.values())).device, self._exchanges.collectives.max_ctas)
-        self.state_dict = self._exchanges.state_dict
-
-    def exchange(self, bucket: GradBucket, scaler: Scaler | None) -> torch.futures.Future[torch.Tensor]:
-        lane = self._lane()
-        names = [self._names[parameter] for parameter in bucket.parameters()]
-        buffer = bucket.buffer()
-        kind = self._exchanges.kind_of(buffer.dtype)
-        label = f"the bucket to {names[-1]} ({len(names)} gradients, {kind})"
-        steps = self._exchanges.steps(names, buffer, lane.group, scaler)
-        if bucket.is_last():  # the first may be ready in the backward of a re-entrant checkpoint, inside backward
-            self._exchanges.end_with_this_backward()
-        on_side_stream = self._exchanges.collectives.on_side_stream(kind)
-        return lane.submit(Message(steps, buffer, label, on_side_stream=on_side_stream))
-
-    def load_state_dict(self, *states: Mapping[str, Any]) -> None:
-        if len(self._lanes):
-            raise RuntimeError("load_state_dict() of a comm hook's state after steps were made: load before the first")
-        self._exchanges.load_state_dict(*states)
-
-    def close(self) -> None:
-        self._exchanges.close()
-        self._lanes.close()
-
-    def _lane(self) -> Lane:
-        """The lane; made in the first backward pass, where all ranks are. Ranks compare what they were given then."""
-        if not len(self._lanes):
-            self._lanes.grow(1)
-            check_same("the state of the comm hook", self._exchanges.agreed(), self._lanes[0].group)
-        return self._lanes[0]

@@ -145,7 +145,7 @@ class AnabranchStrategy(_strategies.DDPStrategy):  # type: ignore[misc]
             self.model.follow(scaler)
         if isinstance(self.model, DataParallel):
             for optimizer in self.optimizers:
-                if not_shareable(optimizer) is None:  # others must have no momentum beside OkTopk(momentum=...)
+                if not_shareable(optimizer) is None:  # others must have no momentum in addition
                     self.model.share_momentum(optimizer)
         if self.model.process_group.size() > 1 and not trainer.barebones:  # a barebones Trainer logs nothing
             self.model.log_to(self._metrics)

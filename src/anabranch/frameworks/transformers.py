@@ -21,13 +21,13 @@ from anabranch.frameworks.wrappers import Wrapper, with_clipping
 from anabranch.lean.options import Lean
 from anabranch.lean.parallel import LeanDataParallel
 from anabranch.observe.metrics import Metrics
-from anabranch.values.compatibility import check_seams
+from anabranch.values.compatibility import check_signatures
 
 if TYPE_CHECKING:
     from transformers import Trainer
 
 TESTED = "5.22.2"
-SEAMS = {
+SIGNATURES = {
     "create_accelerator_and_postprocess": (),
     "create_optimizer": (),
     "log": ("logs",),
@@ -45,7 +45,7 @@ def use_anabranch(trainer: "Trainer", **options: Any) -> None:
     ``anabranch/density`` and more. With ``memory=Lean()`` the Trainer's optimizer is taken over, and gradients are
     clipped to its ``max_grad_norm``.
     """
-    check_seams("transformers", TESTED, trainer, SEAMS)
+    check_signatures("transformers", TESTED, trainer, SIGNATURES)
     if isinstance(getattr(trainer.log, "__self__", None), AnabranchTraining):
         raise ValueError("use_anabranch() was called twice with this Trainer: call it once, with all options")
     _check_settings(trainer, options)
@@ -92,9 +92,9 @@ class AnabranchTraining:
         self._trainer = trainer
         self._options = options
         self._means = MeansSinceLog()
-        self._stock = {name: getattr(trainer, name) for name in SEAMS}
+        self._stock = {name: getattr(trainer, name) for name in SIGNATURES}
         self._use_accelerator()
-        for name in SEAMS:
+        for name in SIGNATURES:
             setattr(trainer, name, getattr(self, name))
 
     def create_accelerator_and_postprocess(self) -> None:
@@ -159,7 +159,7 @@ class MeansSinceLog:
         self._steps.clear()
 
     def taken(self) -> dict[str, float]:
-        """The mean of each value that is known, by the name it is logged under; then begins anew."""
+        """The mean of each value that is known, by the name it is logged under; then forgets the steps."""
         known = {name: [value for step in self._steps if (value := getattr(step, name)) is not None] for name in LOGGED}
         self._steps.clear()
         return {f"anabranch/{name}": sum(values) / len(values) for name, values in known.items() if values}

@@ -7,10 +7,10 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from anabranch.values.compatibility import check_parts, check_seams
+from anabranch.values.compatibility import check_parts, check_signatures
 
 TESTED = "2.13.0"
-SEAMS = {"set_all_reduce_hook": ("hook", "stream"), "_get_fsdp_state": ()}
+SIGNATURES = {"set_all_reduce_hook": ("hook", "stream"), "_get_fsdp_state": ()}
 STATE_PARTS = ("_state_ctx", "_states_to_forward_prefetch")
 GROUP_PARTS = (
     "mesh_info", "_all_gather_comm", "_reduce_scatter_comm", "_all_reduce_hook", "_is_hsdp", "_reshard_after_forward",
@@ -36,7 +36,7 @@ def sharded_modules(model: nn.Module) -> Iterator[ShardedModule]:
     for path, module in model.named_modules():
         if not isinstance(module, FSDPModule):
             continue
-        check_seams("torch", TESTED, module, SEAMS)
+        check_signatures("torch", TESTED, module, SIGNATURES)
         state, groups = module._get_fsdp_state(), parameter_groups(module)
         check_parts("torch", TESTED, state, STATE_PARTS)
         for group in groups:

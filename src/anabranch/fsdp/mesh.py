@@ -21,7 +21,7 @@ from anabranch.exchange.parameters import model_parts
 
 
 def mesh_groups(mesh: DeviceMesh) -> tuple[Group, ...]:
-    """The process groups by which all ranks of a mesh are asked, for the functions of ``comm.agree``.
+    """The process groups by which all ranks of a mesh are asked, for the functions of ``exchange.agree``.
 
     That of all ranks, where the mesh has all: ranks whose mesh has another shape then take part, and are found. Else
     those of the dimensions.
@@ -41,7 +41,7 @@ def inherit_timeouts(mesh: DeviceMesh) -> None:
 
 @contextmanager
 def fails_together(what: str, mesh: DeviceMesh) -> Iterator[None]:
-    """A context for what each rank does by itself: if it fails on one rank of the mesh, it fails on all."""
+    """A context for what each rank does alone: if it fails on one rank of the mesh, it fails on all."""
     with all_or_none(what, *mesh_groups(mesh)):
         yield
 

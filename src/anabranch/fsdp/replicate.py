@@ -152,7 +152,7 @@ class Replication:
         # In the last step, by unit: elements, dtype, and whether they were those of all parameters that are known.
         self._last: dict[str, tuple[int, torch.dtype, bool]] = {}
         self._deferred: dict[str, torch.Tensor] = {}  # sums of this node until set_requires_all_reduce(True)
-        # A stream of ours: FSDP2 would run the hook on the one that reduces inside the node, which then waited for it.
+        # An own stream: FSDP2 would run the hook on the one that reduces inside the node, which would wait for it.
         stream = torch.cuda.Stream(self._device, priority=-1) if self._device.type == "cuda" else None
         for unit in units:
             unit.module.set_all_reduce_hook(partial(self._average, unit), stream=stream)
@@ -261,7 +261,7 @@ class Replication:
         if self._exchanges.in_step or any(is_in_backward(unit.module) for unit in self._units):
             raise RuntimeError(
                 "the last backward of this model was broken off by an error, and what it sent between the nodes is "
-                "lost: make the model and its Replication anew on all ranks, and load the last checkpoint"
+                "lost: make a new model and its Replication on all ranks, and load the last checkpoint"
             )
 
     def _await_backward(self, _module: nn.Module, _inputs: object, output: object) -> None:

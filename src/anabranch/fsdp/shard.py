@@ -29,10 +29,10 @@ from anabranch.fsdp.mesh import (
 )
 from anabranch.fsdp.planning import ShardingPlan, load
 from anabranch.fsdp.planning.values import dumps
-from anabranch.values.compatibility import check_seams
+from anabranch.values.compatibility import check_signatures
 from anabranch.values.errors import PlanError
 
-SEAMS = {
+SIGNATURES = {
     "set_modules_to_forward_prefetch": ("modules",),
     "set_modules_to_backward_prefetch": ("modules",),
 }
@@ -79,8 +79,10 @@ def _checked(
             "reshard_after_forward is for the plan to say, by unit: leave it out, or give a plan such as "
             "ShardingPlan.per_block(names, reshard=False)"
         )
-    check_seams("torch", TESTED, torch.distributed.fsdp, {"fully_shard": ("module", "mesh", "reshard_after_forward")})
-    check_seams("torch", TESTED, FSDPModule, SEAMS)
+    check_signatures(
+        "torch", TESTED, torch.distributed.fsdp, {"fully_shard": ("module", "mesh", "reshard_after_forward")}
+    )
+    check_signatures("torch", TESTED, FSDPModule, SIGNATURES)
     if (at := next((path for path, one in model.named_modules() if isinstance(one, FSDPModule)), None)) is not None:
         raise ValueError(
             f"{at or 'the model'} is sharded already, and FSDP2 cannot change its units: give ab.shard() the whole "
@@ -122,7 +124,7 @@ def no_groups_reason(options: Mapping[str, Any]) -> str:
 def block_names(model: nn.Module) -> list[str]:
     """The modules of a model that may be units: the members of its outermost lists (Sequential, ModuleList, …).
 
-    What stands beside the lists is left to the root, since a model may use a parameter there without calling its
+    Modules outside of the lists are left to the root, since a model may use a parameter there without calling its
     module. So are modules that share parameters with others, which FSDP2 wants in one unit.
     """
     everywhere = model.named_modules(remove_duplicate=False)

@@ -1,4 +1,4 @@
-"""The sharding plan for a model on its own ranks: recorded, planned, and tried beside a unit per block.
+"""The sharding plan for a model on its own ranks: recorded, planned, and tried against a unit per block.
 
 FSDP2 cannot change the units of a model that is sharded. So the trial has models of its own, from ``build``, and
 leaves nothing behind but a plan.
@@ -73,8 +73,8 @@ class FoundSharding:
     def predicted_s(self, plan: ShardingPlan) -> float:
         """Seconds of a step by this plan: simulated, times what a unit per block took for each simulated second.
 
-        The simulator does not know what slows all plans alike, such as computing beside messages. So for a unit per
-        block it is what the trial measured. Without a trial, as simulated; ``explain()`` has both.
+        The simulator does not know what slows all plans alike, such as computing while messages are sent. So for a
+        unit per block it is what the trial measured. Without a trial, as simulated; ``explain()`` has both.
         """
         simulated_s = step_s(self.trace, plan, self.links)
         if self.default_s is None:
@@ -128,7 +128,7 @@ def find_sharding(
     compress        of ``ab.replicate``; by default exact, as under HSDP
     memory_nbytes   for gathered parameters, gradients and buffers; by default what a unit per block needs and most of
                     what the device has left
-    rounds          of the trial, in each of which both models train so many ``steps`` in turn
+    rounds          of the trial; in each, both models train for ``steps``, in turn
     options         of fully_shard()
     """
     with fails_together("find_sharding()", mesh):
@@ -287,7 +287,7 @@ def _with_kind(links: Links, compress: Compress, trace: ShardedTrace, recorded: 
 
 
 def _spare_nbytes(model: nn.Module, mesh: DeviceMesh, device: torch.device) -> int:
-    """What the device has left on the fullest rank, beside another model's shards and their gradients. Collective."""
+    """What the fullest device has left with a second model's shards and their gradients on it. Collective."""
     uuid = str(torch.cuda.get_device_properties(device).uuid)
     sharing = Counter(from_all_ranks(uuid.encode(), *mesh_groups(mesh)))[uuid.encode()]
     shards = 2 * sum(parameter.to_local().nbytes for parameter in model.parameters())  # type: ignore[attr-defined]
@@ -298,7 +298,7 @@ def _spare_nbytes(model: nn.Module, mesh: DeviceMesh, device: torch.device) -> i
 
 
 def left_nbytes(free_nbytes: int, sharing: int, reserved_nbytes: int, used_nbytes: int) -> int:
-    """What a rank may use beside ``used_nbytes``: its part of what is free, and what its allocator holds unused.
+    """What a rank may use on top of ``used_nbytes``: its part of what is free, and what its allocator holds unused.
 
     ``sharing`` ranks compute on the device: each of them sees the same free bytes.
     """
@@ -318,7 +318,7 @@ def _train(model: nn.Module, step: Step) -> None:
 
 
 def _settle(mesh: DeviceMesh) -> None:
-    """All ranks begin together, and nothing is under way."""
+    """Let all ranks begin together, with nothing in progress."""
     if mesh.device_type == "cuda":
         torch.cuda.synchronize()
     for dimension in range(mesh.ndim):

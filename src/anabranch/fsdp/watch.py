@@ -148,7 +148,7 @@ class Watch:
         """Have rank 0 write the steps ``first`` to ``last`` of all ranks, by one clock, as one trace for Perfetto.
 
         The first step after watch() is 1; a step ends with a backward that reduces gradients. Call it with the same
-        arguments on every rank of the default process group, between steps: all of them train this model. At the begin
+        arguments on every rank of the default process group, between steps: all of them train this model. At the start
         and the end of the window ranks compare their clocks and wait for their GPUs.
         """
         window = ShardedWindow(

@@ -21,7 +21,7 @@ class ShardedWindow:
     inside   the ranks of this rank's node, itself among them: those that share one copy of the model
     over     the window has ended
 
-    The constructor, the begin and the end of the window are collective among all ranks, and wait for the device.
+    The constructor, the start and the end of the window are collective among all ranks, and wait for the device.
     """
 
     def __init__(

@@ -1,80 +1,80 @@
-"""The buckets of the plan in force under Lean: the progress of each in a backward pass, its exchange and its update."""
+"""The buckets of the plan in force under Lean, and slots: the memory in which a bucket's gradient is one tensor."""
 
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 
 import torch
-import torch.distributed as dist
 from torch import nn
+from torch.futures import Future
 
 from anabranch.exchange.collectives import ResidualState
-from anabranch.exchange.contracts import BucketExchange, Group, Steps, issued, record_stream
 from anabranch.exchange.dense import SUMMABLE_BELOW, all_finite
 from anabranch.exchange.flat import shaped
 from anabranch.lean.optimizers import BucketOptimizer
-from anabranch.lean.residuals import ResidualStore
-from anabranch.lean.update import BucketUpdater
+from anabranch.planning.memory import SLOTS
 from anabranch.values.plan import Bucket
 
 CHUNK_NUMEL = 4 << 20  # elements added to a residual at a time; a temporary tensor of this size is needed
 
 
-@dataclass
+@dataclass(eq=False)
 class LiveBucket:
     """One bucket of the plan in force, and its progress in this backward pass.
 
-    state            the residual of its exchange; None for a dense bucket
-    residual_views   views of the residual by parameter name, to which gradients are added as they arrive; None if
-                     gradients stay in ``parameter.grad`` until the bucket is complete
-    finite_flags     for each gradient added so far whether it was finite on this rank; others were left out
-    arrived          names of the parameters whose gradients have arrived
-    frozen           names of the parameters that were frozen after wrapping
-    expected         number of gradients that may arrive: frozen parameters have none
-    missing          names of the parameters that got no gradient on this rank
+    residual       that of its exchange; None for a dense bucket
+    views          of the residual by parameter name, to which gradients are added as they arrive; None if gradients
+                   stay in ``parameter.grad`` until the bucket is complete
+    finite_flags   for each gradient added so far whether it was finite on this rank; others were left out
+    arrived        names of the parameters whose gradients have arrived
+    frozen         names of the parameters that were frozen after wrapping: no gradient of theirs may arrive
+    missing        names of the parameters that got no gradient on this rank; set by ``find_missing``
     """
 
     planned: Bucket
     parameters: Sequence[nn.Parameter]
     optimizer: BucketOptimizer
-    state: ResidualState | None = None
-    residual_views: Mapping[str, torch.Tensor] | None = None
+    residual: ResidualState | None = None
+    views: Mapping[str, torch.Tensor] | None = None
     finite_flags: list[torch.Tensor] = field(default_factory=list)
     arrived: set[str] = field(default_factory=set)
     frozen: set[str] = field(default_factory=set)
-    expected: int = 0
     missing: Sequence[str] = ()
 
-    @property
-    def numel(self) -> int:
-        """Elements of all gradients."""
-        return sum(parameter.numel() for parameter in self.parameters)
+    def __post_init__(self) -> None:
+        self.numel = sum(parameter.numel() for parameter in self.parameters)
+        self.dtype = self.parameters[0].dtype
 
     @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of all gradients."""
-        return self.parameters[0].dtype
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all gradients."""
-        return self.numel * self.dtype.itemsize
+    def named(self) -> list[tuple[str, nn.Parameter]]:
+        """The parameters with their names."""
+        return list(zip(self.planned.names, self.parameters, strict=True))
 
     @property
     def complete(self) -> bool:
         """Whether all expected gradients have arrived."""
-        return len(self.arrived) >= self.expected
+        return len(self.arrived) + len(self.frozen) >= len(self.parameters)
 
-    def begin_backward(self) -> None:
+    def begin_backward(self, residual: ResidualState | None) -> None:
         """Expect a gradient for every parameter that is not frozen now."""
-        named = zip(self.planned.names, self.parameters, strict=True)
-        self.frozen = {name for name, parameter in named if not parameter.requires_grad}
-        self.expected = len(self.parameters) - len(self.frozen)
+        self.arrived.clear()
+        self.frozen = {name for name, parameter in self.named if not parameter.requires_grad}
+        self.residual = residual
+        if residual is not None:
+            residual.hold(self.frozen)
+        self.views = None if residual is None or residual.packed is not None else residual.pieces()
 
     def find_missing(self) -> None:
-        """Set ``missing`` to the parameters without a gradient; frozen ones need none. Called at launch."""
-        named = () if self.complete else zip(self.planned.names, self.parameters, strict=True)
+        """Find the parameters without a gradient, when the bucket is launched; frozen ones need none."""
+        named = () if self.complete else self.named
         self.missing = [n for n, p in named if n not in self.arrived and p.grad is None and p.requires_grad]
+
+    def add_all_to_residual(self) -> None:
+        """Add all gradients that were not added yet; the residual is in float32."""
+        assert self.residual is not None
+        self.views = self.residual.pieces()
+        for name, parameter in self.named:
+            self.add_to_residual(name, parameter)
 
     def add_to_residual(self, name: str, parameter: nn.Parameter) -> None:
         """Add the parameter's gradient to the residual and free it; one that is not below SUMMABLE_BELOW is left out.
@@ -82,31 +82,30 @@ class LiveBucket:
         The gradient is never written to: it may be a view of a tensor that autograd still needs. A frozen parameter
         keeps a gradient that it got before, under no_sync().
         """
-        if self.state is None or self.residual_views is None or parameter.grad is None or name in self.frozen:
+        if self.residual is None or self.views is None or parameter.grad is None or name in self.frozen:
             return
         gradient = torch.atleast_1d(parameter.grad.detach())
         parameter.grad = None
-        residual = torch.atleast_1d(shaped(self.residual_views[name], parameter))
+        target = torch.atleast_1d(shaped(self.views[name], parameter))
         finite = all_finite(gradient, below=SUMMABLE_BELOW)
         self.finite_flags.append(finite)
-        self.state.record_norms(gradient)
+        self.residual.record_norms(gradient)
         rows = max(1, CHUNK_NUMEL * len(gradient) // max(1, gradient.numel()))
-        for added, target in zip(gradient.split(rows), residual.split(rows), strict=True):
-            torch.where(finite, added + target, target, out=target)
+        for added, part in zip(gradient.split(rows), target.split(rows), strict=True):
+            torch.where(finite, added + part, part, out=part)
 
     def take_finite_flag(self) -> torch.Tensor | None:
         """Whether all gradients added in this step were finite, on the device; forgets them for the next step.
 
         None if no gradient was added.
         """
-        flags = self.finite_flags
-        self.finite_flags = []
+        flags, self.finite_flags = self.finite_flags, []
         return torch.stack(flags).all() if flags else None
 
     def flatten_into(self, slot: torch.Tensor) -> None:
         """Move all gradients to a slot, one after another; zeros for missing gradients and frozen parameters."""
         pieces = slot.split([parameter.numel() for parameter in self.parameters])
-        for name, parameter, piece in zip(self.planned.names, self.parameters, pieces, strict=True):
+        for (name, parameter), piece in zip(self.named, pieces, strict=True):
             if parameter.grad is None or name in self.frozen:
                 piece.zero_()
             else:
@@ -114,68 +113,55 @@ class LiveBucket:
                 parameter.grad = None
 
 
-class UpdatingExchange:
-    """An exchange followed by the update of the bucket's parameters.
+@dataclass(eq=False)
+class Slot:
+    """Memory of a bucket, not initialised; ``last_use`` completes when it may be freed."""
 
-    residuals     where residuals are stored between exchanges
-    find_unused   after each exchange ranks tell each other which parameters they have used
-    buckets       the buckets of the plan in force, by the names of their parameters; the engine sets them
+    tensor: torch.Tensor
+    last_use: Future[torch.Tensor] | None = None
+
+    def wait(self) -> None:
+        """Wait for the last use, and raise its exception: the host waits on a CPU, the current stream on a GPU."""
+        last_use, self.last_use = self.last_use, None
+        if last_use is not None:
+            last_use.wait()
+
+    def free(self) -> None:
+        """Free the memory. To drop the tensor is not enough: a lane keeps its last works, and these what they sent."""
+        self.tensor.untyped_storage().resize_(0)
+
+
+class Slots:
+    """A slot for every bucket of a step, as large as the bucket.
+
+    Memory is taken when a bucket is complete, so when the activations of the layers behind it are gone. None is kept
+    between steps.
+
+    at_once   how many buckets have memory at the same time: ``acquire`` first waits for the oldest slot's last use, and
+              frees it. None: all keep theirs until ``free``
     """
 
-    def __init__(
-        self, exchange: BucketExchange, updates: BucketUpdater, residuals: ResidualStore, find_unused: bool = False
-    ) -> None:
-        self._exchange = exchange
-        self._updates = updates
-        self.residuals = residuals
-        self._find_unused = find_unused
-        self.buckets: Mapping[tuple[str, ...], LiveBucket] = {}
+    def __init__(self, device: torch.device, at_once: int | None = SLOTS) -> None:
+        self._device = device
+        self._at_once = at_once
+        self._slots: deque[Slot] = deque()
 
-    def on_side_stream(self, kind: str) -> bool:
-        return self._exchange.on_side_stream(kind)
+    def acquire(self, numel: int, dtype: torch.dtype) -> Slot:
+        """Return memory for a bucket of ``numel`` elements."""
+        while self._at_once is not None and len(self._slots) >= self._at_once:
+            oldest = self._slots.popleft()
+            oldest.wait()
+            oldest.free()
+        slot = Slot(torch.empty(numel, dtype=dtype, device=self._device))
+        self._slots.append(slot)
+        return slot
 
-    def steps(self, bucket: Bucket, buffer: torch.Tensor, group: Group, divisor: float) -> Steps:
-        live = self.buckets[bucket.names]
-        exchange = self._exchange.steps(bucket, buffer, group, divisor)
-        if live.state is not None:
-            exchange = self._exchange_residual(exchange, live.state, buffer, live.take_finite_flag())
-        used = None
-        if self._find_unused and (live.missing or dist.get_world_size(group) > 1):  # a single rank knows already
-            # Filled on the device: a copy from the host would make the host wait.
-            used = torch.ones(len(bucket.names), device=buffer.device)
-            for name in live.missing:
-                used[bucket.names.index(name)] = 0.0
-            exchange = _then_max_reduce(exchange, used, group)
-        # If nothing is missing here, every parameter was used, and this rank need not read the result.
-        used = used if live.missing else None
-        put_back = None if live.state is None else partial(self._put_back, live.state)
-        return self._updates.exchange_and_step(exchange, buffer, live.optimizer, used, put_back)
+    def wait(self) -> None:
+        """Wait for all uses, and raise the exception of one that failed."""
+        for slot in self._slots:
+            slot.wait()
 
-    def _exchange_residual(
-        self, exchange: Steps, state: ResidualState, buffer: torch.Tensor, finite: torch.Tensor | None
-    ) -> Steps:
-        """Run the exchange of a bucket whose gradients are in its residual, and store the residual afterwards.
-
-        The buffer holds no gradients. It is zero, with one infinity if a gradient was not finite on this rank, so that
-        every rank learns of it and skips the update.
-        """
-        buffer.zero_()
-        state.accumulates_in_place = True
-        if finite is not None and len(buffer):
-            record_stream(finite)
-            buffer[0] = torch.where(finite, 0.0, float("inf"))
-        yield from exchange
-        self.residuals.store(state)
-
-    def _put_back(self, state: ResidualState, average: torch.Tensor) -> None:
-        """Add an average that nobody applies to this rank's residual: over all ranks, what had been sent is back."""
-        self.residuals.synchronize()
-        with state.whole() as residual:
-            residual.add_(average.to(residual.device))
-
-
-def _then_max_reduce(exchange: Steps, numbers: torch.Tensor, group: Group) -> Steps:
-    """Run an exchange, then replace each of ``numbers`` by its maximum over all ranks."""
-    yield from exchange
-    record_stream(numbers)
-    yield issued(dist.all_reduce(numbers, op=dist.ReduceOp.MAX, group=group, async_op=True))
+    def free(self) -> None:
+        """Free all memory: the step is over, and nothing reads an average any more."""
+        while self._slots:
+            self._slots.popleft().free()

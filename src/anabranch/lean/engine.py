@@ -5,22 +5,27 @@ freed. In a dense bucket it stays until the bucket is complete, which is then co
 exchange and after it the step of the bucket's optimizer; then the slot is freed. Two buckets have one at a time.
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.autograd import Variable
 
-from anabranch.exchange.collectives import Collectives
+from anabranch.exchange.collectives import Collectives, Scaler
+from anabranch.exchange.contracts import Group
 from anabranch.exchange.launcher import BucketLauncher
-from anabranch.lean.buckets import LiveBucket, UpdatingExchange
-from anabranch.lean.frozen import FrozenAgreement
+from anabranch.lean.buckets import LiveBucket, Slots
 from anabranch.lean.optimizers import BucketOptimizers
-from anabranch.lean.residuals import ResidualStore
-from anabranch.lean.slots import FreshSlots
+from anabranch.lean.options import Lean
+from anabranch.lean.torch_patches import check_followed
+from anabranch.lean.trained_model import FrozenAgreement, TrainedModel
 from anabranch.lean.update import BucketUpdater
+from anabranch.observe.step_timer import StepObserver
+from anabranch.values.plan import Plan
 
 
 def in_backward() -> bool:
@@ -28,133 +33,164 @@ def in_backward() -> bool:
     return bool(torch._C._current_graph_task_id() >= 0)
 
 
-class Engine:
-    """Runs one plan on one model: hooks on its parameters, slots, and an optimizer per bucket.
+@dataclass
+class PassState:
+    """What wrapper and engine both know about the backward pass that runs, or comes next.
 
-    launcher      starts the exchange of a bucket on its lane
-    exchange      the exchange that the launcher runs; the engine sets its buckets
-    averaging     whether this backward pass is averaged; under no_sync() gradients stay in ``parameter.grad``
-    frozen        compares between ranks which parameters are frozen
-    check_pass    called when an averaged backward pass begins; raises if it must not update anything
-    find_unused   a gradient that is missing on this rank counts as zeros, and a parameter without a gradient on any
-                  rank is not updated; if False, a missing gradient is an error
-    on_averaged   called inside backward when all buckets of a step are averaged
+    averaging   whether it is averaged; under no_sync() gradients stay in ``parameter.grad``
+    scaler      the loss scaler that the model follows
+    """
+
+    averaging: bool = True
+    scaler: Scaler | None = None
+
+
+class Engine(StepObserver):
+    """Runs one plan at a time on one model; ``tuning.runner.Layout`` is the contract.
+
+    default_plan   the buckets that run while there is no other plan
+    find_unused    a gradient that is missing on this rank counts as zeros, and a parameter without a gradient on any
+                   rank is not updated; if False, a missing gradient is an error
 
     ``averaged_backward_running``: a backward pass that will be averaged has begun.
     """
 
+    default_label = "Lean's own buckets, of DDP's sizes"
+
     def __init__(
         self,
-        launcher: BucketLauncher,
-        exchange: UpdatingExchange,
+        module: nn.Module,
+        lean: Lean,
         collectives: Collectives,
-        parameters: Mapping[str, nn.Parameter],
-        optimizers: BucketOptimizers,
         updates: BucketUpdater,
-        residuals: ResidualStore,
-        averaging: Callable[[], bool],
-        frozen: FrozenAgreement,
-        check_pass: Callable[[], None],
-        find_unused: bool = False,
-        on_averaged: Callable[[], None] | None = None,
+        default_plan: Plan,
+        current_pass: PassState,
+        find_unused: bool,
     ) -> None:
+        self.default_plan = default_plan
+        self.exchange = collectives
+        self.updates = updates
         self.steps_done = 0
         self.averaged_backward_running = False
-        self._launcher = launcher
-        self._collectives = collectives
-        self._updates = updates
-        self._residuals = residuals
-        self._averaging = averaging
-        self._frozen = frozen
-        self._check_pass = check_pass
+        self.buckets: list[LiveBucket] = []  # of the plan in force
+        self._model = TrainedModel(module)
+        self.parameters = self._model.parameters  # those that are updated in backward
+        self.optimizers = BucketOptimizers(lean.optimizer, self.parameters)
+        self._device = next(iter(self.parameters.values())).device
+        self._pass = current_pass
         self._find_unused = find_unused
-        self._on_averaged = on_averaged
-        optimizers.forget_buckets()
-        self._buckets = [
-            LiveBucket(bucket, own, optimizers.for_bucket(own))
-            for bucket in launcher.plan.buckets
-            if (own := [parameters[name] for name in bucket.names])
-        ]
-        exchange.buckets = {bucket.planned.names: bucket for bucket in self._buckets}
-        kept = [bucket for bucket in self._buckets if collectives.keeps_residual(bucket.planned.collective)]
-        device = next(iter(parameters.values())).device
-        self._slots = FreshSlots(device)
-        self._dense_slots = FreshSlots(device, at_once=None) if updates.holds_updates else self._slots
-        self._residual_nbytes = [bucket.numel * torch.float32.itemsize for bucket in kept]
-        residuals.allocate(self._residual_nbytes)
+        self._frozen = FrozenAgreement(self.parameters)
+        self._on_averaged: Callable[[], None] | None = None
+        self._launcher: BucketLauncher | None = None
+        self._new_slots()
         self._launched = 0  # number of buckets launched in this backward pass
         self._any_gradient_arrived = False  # in this backward pass
         # If False, a backward pass belongs to no forward of this model, and its gradients are left to the caller.
         self._averaged_forward_ended = False
         self._handles: list[Any] = []
-        try:
-            for bucket in self._buckets:
-                for name, parameter in zip(bucket.planned.names, bucket.parameters, strict=True):
-                    hook = partial(self._on_gradient, bucket, name)
-                    self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
-        except BaseException:
-            self.close()
-            raise
 
-    @property
-    def buckets(self) -> Sequence[LiveBucket]:
-        """The buckets of the plan."""
-        return self._buckets
+    # Called by the runner of plans.
 
-    def use_residuals(self, residuals: ResidualStore) -> None:
-        """Take residuals from this store from the next step on."""
-        self._residuals = residuals
-        residuals.allocate(self._residual_nbytes)
+    def trained(self) -> dict[str, nn.Parameter]:
+        return self._model.trained_now()
 
-    def close(self) -> None:
-        """Remove the hooks and free all memory. Call it once, since the engine is unusable afterwards."""
-        while self._handles:
-            self._handles.pop().remove()
-        # An output that the user keeps refers to the engine.
-        del self._buckets, self._slots, self._dense_slots, self._residuals, self._launcher, self._collectives
+    def report_averaged(self, callback: Callable[[], None]) -> None:
+        self._on_averaged = callback
+
+    def can_rebuild(self) -> bool:
+        return True  # buckets are built of the parameters at wrapping; ``before_forward`` has checked them
+
+    def may_change(self, averaged: bool) -> bool:  # noqa: ARG002 - buckets can be built before any forward
+        return True
 
     def before_forward(self) -> None:
         """Raise if the last backward pass did not finish: other ranks may be at another bucket."""
-        if in_backward():
-            return
-        if self._any_gradient_arrived:
-            raise RuntimeError(
-                f"a backward pass was broken off by an exception after {self._launched} of {len(self._buckets)} "
-                "buckets, whose parameters are updated: close() this DataParallel, wrap again, and load a checkpoint"
-            )
+        if not in_backward():
+            if self._any_gradient_arrived:
+                raise RuntimeError(
+                    f"a backward pass was broken off by an exception after {self._launched} of {len(self.buckets)} "
+                    "buckets, whose parameters are updated: close() this DataParallel, wrap again, and load a "
+                    "checkpoint"
+                )
+            self.averaged_backward_running = False
+        self._model.check()
+
+    def before_change(self) -> None:
+        """No-op: all exchanges of a step are over when its backward returns."""
+
+    def use(self, launcher: BucketLauncher | None) -> None:
+        assert launcher is not None  # there is a default plan
+        self._drop_buckets()
+        self._launcher = launcher
+        try:
+            with self._model.as_wrapped():  # torch allows no hooks on what is frozen
+                self.buckets = [
+                    LiveBucket(bucket, own, self.optimizers.for_bucket(own))
+                    for bucket in launcher.plan.buckets
+                    if (own := [self.parameters[name] for name in bucket.names])
+                ]
+                for bucket in self.buckets:
+                    for name, parameter in bucket.named:
+                        hook = partial(self._on_gradient, bucket, name)
+                        self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
+        except BaseException:
+            self._drop_buckets()
+            raise
+
+    def close(self) -> None:
+        """Remove the hooks and free all memory; an output that the user keeps refers to this object."""
+        self._drop_buckets()
+        self._frozen.close()
+        self.optimizers.close()
+
+    def _drop_buckets(self) -> None:
+        while self._handles:
+            self._handles.pop().remove()
+        self._new_slots()
+        self.buckets = []
+        self._launcher = None
+        self._launched = 0
+        self._any_gradient_arrived = self._averaged_forward_ended = False
         self.averaged_backward_running = False
+        self.updates.forget_buckets()
+        self.optimizers.forget_buckets()
 
-    def on_forward_end(self) -> Callable[[], None]:
-        """Call this after a forward whose gradients will be averaged; call the result when its backward begins."""
-        self._averaged_forward_ended = True
-        return partial(self._backward_begins, self.steps_done)
+    def _new_slots(self) -> None:
+        self._slots = Slots(self._device)
+        self._residual_slots = Slots(self._device)  # for residuals in float32 that are stored rounded
+        self._dense_slots = Slots(self._device, at_once=None) if self.updates.holds_updates else self._slots
 
-    def applied(self, names: Collection[str]) -> list[str]:
-        """Those of these parameters that the last backward pass has updated."""
-        updated = [bucket for bucket in self._buckets if self._updates.was_applied(bucket.optimizer)]
-        return [name for bucket in updated for name in bucket.planned.names if name in names]
+    # From the end of forward to the update of every bucket.
 
-    def _backward_begins(self, steps_done: int) -> None:
+    def on_forward_end(self, averaged: bool) -> Callable[[], None]:
+        if averaged:
+            self._averaged_forward_ended = True
+        return partial(self._backward_begins, averaged, self.steps_done)
+
+    def _backward_begins(self, averaged: bool, steps_done: int) -> None:
         """Queue ``_finish`` for the end of this backward pass; ``steps_done`` is the number of steps at its forward.
 
         It is queued here and not at the first gradient, which may arrive inside a nested backward pass of reentrant
-        checkpointing: a callback queued there would run at the end of the nested pass.
+        checkpointing: a callback queued there would run at the end of the nested pass. A backward pass through several
+        forwards is averaged if any of them was.
         """
-        if self._averaging():
-            self._check_pass()
-            if steps_done != self.steps_done:
-                raise RuntimeError(
-                    f"backward through a forward that is {self.steps_done - steps_done} steps old: under Lean backward "
-                    "updates the parameters, so that forward used older values; add the losses and call backward() "
-                    "once, or use no_sync() for all forwards but the last"
-                )
-            self.averaged_backward_running = True
-            Variable._execution_engine.queue_callback(self._finish)
+        self._pass.averaging = averaged or (self._pass.averaging and self.averaged_backward_running)
+        if not averaged or self._launcher is None:
+            return
+        check_followed(self._pass.scaler)
+        if steps_done != self.steps_done:
+            raise RuntimeError(
+                f"backward through a forward that is {self.steps_done - steps_done} steps old: under Lean backward "
+                "updates the parameters, so that forward used older values; add the losses and call backward() "
+                "once, or use no_sync() for all forwards but the last"
+            )
+        self.averaged_backward_running = True
+        Variable._execution_engine.queue_callback(self._finish)
 
     @torch.no_grad()
     def _on_gradient(self, bucket: LiveBucket, name: str, parameter: torch.Tensor) -> None:
         """Receive a gradient that autograd has accumulated, and launch the buckets that are complete."""
-        if not (self._averaged_forward_ended and self._averaging()):
+        if not (self._averaged_forward_ended and self._pass.averaging):
             return
         if not self._any_gradient_arrived:
             self._first_gradient()
@@ -170,29 +206,25 @@ class Engine:
             )
         bucket.arrived.add(name)
         bucket.add_to_residual(name, cast(nn.Parameter, parameter))
-        while self._launched < len(self._buckets) and self._buckets[self._launched].complete:
+        while self._launched < len(self.buckets) and self.buckets[self._launched].complete:
             self._launch()
 
     def _first_gradient(self) -> None:
         """Prepare all buckets when the first gradient of a backward pass arrives."""
         if not self.averaged_backward_running:
-            self._check_pass()
+            check_followed(self._pass.scaler)
             Variable._execution_engine.queue_callback(self._finish)
         self._any_gradient_arrived = True
-        self._frozen.begin()
-        for bucket in self._buckets:
-            bucket.begin_backward()
-            bucket.state = self._collectives.residual_state(bucket.planned)
-            bucket.residual_views = None if bucket.state is None else self._residuals.resident(bucket.state)
-            if bucket.state is not None and bucket.state.held.keys() != bucket.frozen:
-                self._residuals.synchronize()
-                bucket.state.hold(bucket.frozen)
+        self._frozen.begin(self._control)
+        for bucket in self.buckets:
+            bucket.begin_backward(self.exchange.residual_state(bucket.planned))
 
     def _launch(self) -> None:
         """Launch the next bucket on its lane."""
+        assert self._launcher is not None
         if self._launched == 0:
-            self._frozen.check()
-        bucket = self._buckets[self._launched]
+            self._frozen.check(self._control)
+        bucket = self.buckets[self._launched]
         bucket.find_missing()
         if bucket.missing and not self._find_unused:
             raise RuntimeError(
@@ -201,22 +233,33 @@ class Engine:
                 "find_unused_parameters=True to DataParallel: then a parameter that no rank has used is not updated"
             )
         self._launched += 1
-        self._updates.launch_pending(keep=1)  # the slot that is freed next is that of the bucket before the last one
-        slots = self._dense_slots if bucket.state is None else self._slots
-        slot = slots.acquire(bucket.numel, bucket.dtype)
-        if bucket.state is None:
+        self.updates.launch_pending(keep=1)  # the slot that is freed next is that of the bucket before the last one
+        slot = (self._dense_slots if bucket.residual is None else self._slots).acquire(bucket.numel, bucket.dtype)
+        in_use = [slot]
+        if bucket.residual is None:
             bucket.flatten_into(slot.tensor)
         else:
-            bucket.residual_views = self._residuals.fetch(bucket.state)
-            for name, parameter in zip(bucket.planned.names, bucket.parameters, strict=True):
-                bucket.add_to_residual(name, parameter)
-        future = self._launcher.launch(self._launched - 1, slot.tensor)
-        slots.release_after(slot, future)
-        if bucket.state is not None:
-            self._residuals.release_after(bucket.state, future)
-        following = self._buckets[self._launched].state if self._launched < len(self._buckets) else None
-        if following is not None:
-            self._residuals.prefetch(following)
+            if bucket.residual.packed is not None:
+                in_use.append(self._residual_slots.acquire(bucket.numel, torch.float32))
+                bucket.residual.unpack(in_use[-1].tensor)
+            bucket.add_all_to_residual()
+        finite_here, used_here = bucket.take_finite_flag(), self._used_here(bucket)
+        update = partial(self.updates.exchange_and_step, bucket, slot.tensor, finite_here, used_here)
+        future = self._launcher.launch(self._launched - 1, slot.tensor, update)
+        for each in in_use:
+            each.last_use = future
+
+    def _used_here(self, bucket: LiveBucket) -> torch.Tensor | None:
+        """A number for each parameter of a bucket, 0 if this rank did not use it; None if no rank asks.
+
+        A single rank knows already. Filled on the device: a copy from the host would make the host wait.
+        """
+        if not self._find_unused or not (bucket.missing or dist.get_world_size(self._control) > 1):
+            return None
+        used = torch.ones(len(bucket.parameters), device=self._device)
+        for name in bucket.missing:
+            used[bucket.planned.names.index(name)] = 0.0
+        return used
 
     @torch.no_grad()
     def _finish(self) -> None:
@@ -224,16 +267,14 @@ class Engine:
         self.averaged_backward_running = False
         if not self._any_gradient_arrived:  # autograd.grad(), which updates nothing, or another output of this step
             return
-        while self._launched < len(self._buckets):
+        while self._launched < len(self.buckets):
             self._launch()
-        self._slots.wait()
-        self._dense_slots.wait()
-        refusal = self._updates.finish_step()
-        self._slots.free()
-        self._dense_slots.free()
-        self._residuals.end_step()
-        for bucket in self._buckets:
-            bucket.arrived.clear()
+        slots = (self._slots, self._dense_slots, self._residual_slots)
+        for each in slots:
+            each.wait()
+        refusal = self.updates.finish_step()
+        for each in slots:
+            each.free()
         self._launched = 0
         self._any_gradient_arrived = False
         self._averaged_forward_ended = False
@@ -242,3 +283,9 @@ class Engine:
             self._on_averaged()
         if refusal is not None:
             raise refusal
+
+    @property
+    def _control(self) -> Group:
+        """The group for small messages in host memory."""
+        assert self._launcher is not None
+        return self._launcher.lanes.control

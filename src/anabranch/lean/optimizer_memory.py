@@ -1,4 +1,4 @@
-"""What an optimizer holds, and what its step needs beside that."""
+"""The memory of an optimizer: its state, and the workspace of its step."""
 
 import weakref
 from collections import OrderedDict, defaultdict
@@ -15,7 +15,7 @@ from anabranch.planning.memory import OptimizerMemory, allocated_nbytes
 
 
 def memory_of(optimizer: torch.optim.Optimizer) -> OptimizerMemory:
-    """Its state, and what a step of all parameters needs beside it."""
+    """Its state, and the workspace of a step of all parameters."""
     return OptimizerMemory(state_nbytes(optimizer), _workspace_nbytes(optimizer))
 
 

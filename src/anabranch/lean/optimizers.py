@@ -22,7 +22,7 @@ from anabranch.lean.options import OptimizerFactory
 
 REPLACED = ("step", "add_param_group", "_opt_called", "_step_supports_amp_scaling")  # in the user's optimizer
 BEFORE_LEAN = "_before_lean"  # the attribute in which an optimizer that was taken over keeps what it had before
-# Of torch: where register_step_pre_hook() and register_step_post_hook() put hooks.
+# Where torch's register_step_pre_hook() and register_step_post_hook() put hooks.
 STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 
 
@@ -169,7 +169,7 @@ class BucketOptimizer:
         for group, index in self._groups:
             settings = self._user_optimizer.param_groups[index]
             group.update((name, value) for name, value in settings.items() if name != "params")
-        # Of frozen parameters, from no_sync() before they were frozen.
+        # Frozen parameters may have gradients from no_sync() before they were frozen.
         kept = [(parameter, parameter.grad) for parameter in self._parameters if parameter.grad is not None]
         for parameter, _ in kept:
             parameter.grad = None

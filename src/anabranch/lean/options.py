@@ -4,18 +4,82 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import inf
 from numbers import Real
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 import torch
 
-from anabranch.lean.activations.policy import Activations, Mode
-from anabranch.lean.clipping import Clipping
 from anabranch.planning.memory import ResidualPlacement
 from anabranch.values.quantities import size_nbytes
 
-KEPT = Activations(mode="keep")
 GIVEN_CLASSES = "torch.optim."  # where classes are defined whose optimizers can be taken over
+Mode = Literal["keep", "recompute", "auto"]  # what happens to activations
 OptimizerFactory = Callable[[Sequence[torch.nn.Parameter]], torch.optim.Optimizer]
+
+
+@dataclass(frozen=True)
+class Activations:
+    """What happens to activations between forward and backward.
+
+    mode            "keep" them, "recompute" every block, or "auto": a mix within a budget
+    budget_nbytes   what "auto" may have on the device at once
+    """
+
+    mode: Mode = "auto"
+    budget_nbytes: int | None = None
+
+    def __post_init__(self) -> None:
+        if str(self.mode) == "offload":
+            raise ValueError(
+                "Activations mode is 'offload': moving activations to the host is retired; use 'recompute', 'auto' "
+                "with a budget, or torch.autograd.graph.save_on_cpu() around forward"
+            )
+        if self.mode not in get_args(Mode):
+            raise ValueError(f"Activations mode is {self.mode!r}: expected one of {', '.join(get_args(Mode))}")
+        budget = self.budget_nbytes
+        if budget is not None and (not isinstance(budget, int) or budget < 1):
+            raise ValueError(f"Activations budget_nbytes is {budget!r}: expected a whole number from 1 on, or None")
+        if self.mode != "auto" and budget is not None:
+            raise ValueError(
+                f"Activations mode is {self.mode!r} with budget_nbytes={budget}: expected one with 'auto' only"
+            )
+        if self.mode == "auto" and budget is None:
+            raise ValueError(
+                "Activations mode is 'auto' without budget_nbytes: expected a budget, since recomputing takes time; or "
+                'use Lean(within="16GiB"), which chooses for all memory of a rank'
+            )
+
+
+KEPT = Activations(mode="keep")
+
+
+@dataclass(frozen=True)
+class Clipping:
+    """The largest norm over all average gradients; arguments as of ``torch.nn.utils.clip_grad_norm_``.
+
+    ``max_norm`` may be infinite: then the norm is only computed.
+    """
+
+    max_norm: float
+    norm_type: float = 2.0
+    error_if_nonfinite: bool = False
+
+    @property
+    def holds_updates(self) -> bool:
+        """Whether updates must wait for the norm."""
+        return self.max_norm < inf or self.error_if_nonfinite
+
+    def coefficient(self, norm: torch.Tensor) -> torch.Tensor:
+        """The factor for gradients of this norm."""
+        return torch.clamp(self.max_norm / (norm + 1e-6), max=1.0)
+
+    def refusal(self, norm: torch.Tensor) -> RuntimeError | None:
+        """The error for this norm, if one was asked for; waits for the device only then."""
+        if not self.error_if_nonfinite or bool(norm.isfinite()):
+            return None
+        return RuntimeError(
+            f"the norm of order {self.norm_type} over all gradients is {float(norm)}: expected a finite one, since "
+            "Lean(error_if_nonfinite=True). No rank has updated anything in this step"
+        )
 
 
 @dataclass(frozen=True)
@@ -26,13 +90,12 @@ class Lean:
                   each bucket has its own and is updated inside backward, so its gradient need not live any longer. Or
                   an optimizer of torch.optim over the model's parameters, which is taken over. None: that of the
                   framework, where an integration says so
-    residuals     where residuals of Ok-Topk and int4 are between exchanges: "in place" (on the device, where gradients
-                  add up), "host" (in pinned host memory, fetched while the bucket before is computed), or on the device
-                  rounded to "bf16" or "int8", in half or a quarter of the memory
-    activations   where activations are until backward: kept, or Activations(mode="offload"), "recompute", or "auto"
-                  within a budget, or for nothing; the mode alone may be given by its name
+    residuals     how residuals of Ok-Topk and int4 are stored between exchanges: "in place" (where gradients add up),
+                  or rounded to "bf16" or "int8", in half or a quarter of the memory
+    activations   what happens to activations until backward: Activations("keep"), "recompute", or "auto" within a
+                  budget; "keep" and "recompute" may be given by their names alone
     within        what a rank may have on the device at once, such as "16GiB" or a number of bytes: how residuals are
-                  stored, and where activations are, is chosen so that training is as fast as possible within it
+                  stored, and which activations are recomputed, is chosen so that training is as fast as possible
     clip_norm     the average gradients are scaled down to this norm over all of them, as by
                   ``torch.nn.utils.clip_grad_norm_`` under DDP: updates are held until it is known, so averages live
                   until the end of backward; infinite: the norm is only computed, and nothing is held
@@ -62,6 +125,11 @@ class Lean:
             )
         if self.optimizer is not None and not is_optimizer and not callable(self.optimizer):
             raise ValueError(f"Lean optimizer is {self.optimizer!r}: expected a function (parameters) -> optimizer")
+        if str(self.residuals) == "host":
+            raise ValueError(
+                "Lean residuals is 'host': residuals in host memory are retired; use 'bf16' or 'int8', which round "
+                "them on the device to half or a quarter of the memory"
+            )
         if self.residuals not in (allowed := get_args(ResidualPlacement)):
             raise ValueError(f"Lean residuals is {self.residuals!r}: expected one of {', '.join(map(repr, allowed))}")
         if isinstance(self.activations, str):
@@ -106,10 +174,16 @@ class Lean:
         return self.within
 
     @property
-    def managed(self) -> Activations:
+    def activations_mode(self) -> Mode:
         """How activations are managed; within a budget a mix is chosen."""
         assert isinstance(self.activations, Activations)
-        return self.activations if self.within is None else Activations("auto")
+        return self.activations.mode if self.within is None else "auto"
+
+    @property
+    def activations_nbytes(self) -> int | None:
+        """The budget of activations alone; None if there is none."""
+        assert isinstance(self.activations, Activations)
+        return self.activations.budget_nbytes
 
     @property
     def first_residuals(self) -> ResidualPlacement:

@@ -3,8 +3,8 @@
 import json
 import os
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from math import inf
 from typing import Any
@@ -30,16 +30,24 @@ from anabranch.exchange.compression import (
 )
 from anabranch.exchange.groups import USE_A_TORCH_GROUP, default_group, no_clone_reason
 from anabranch.exchange.parameters import ignored_names, model_parts
-from anabranch.lean.activations.policy import PROFILED_STEPS, ChoiceMessage, ManagedActivations
-from anabranch.lean.clipping import Clipping
-from anabranch.lean.engine import in_backward
-from anabranch.lean.layout import LeanLayout, trained_parameters
+from anabranch.lean.activations.cost_model import BlockCosts
+from anabranch.lean.activations.managed import PROFILED_STEPS, ChoiceMessage, ManagedActivations, choose_activations
+from anabranch.lean.engine import Engine, PassState, in_backward
+from anabranch.lean.memory_budget import (
+    Held,
+    Storage,
+    check_fits,
+    choose_within,
+    exchanges_of,
+    gradients_of,
+    memory_nbytes_per_s,
+)
+from anabranch.lean.memory_budget import described as described_within
 from anabranch.lean.optimizer_memory import memory_of, nbytes_of
-from anabranch.lean.options import Lean, check_lean
-from anabranch.lean.torch_calls import scaler_of_this_pass, watch
-from anabranch.lean.within import Held, WithinBudget, gradients_of, in_account
-from anabranch.lean.within import described as described_within
-from anabranch.observe.step_timer import StepObserver
+from anabranch.lean.options import Clipping, Lean, check_lean
+from anabranch.lean.torch_patches import watch
+from anabranch.lean.trained_model import trained_parameters
+from anabranch.lean.update import BucketUpdater
 from anabranch.planning.fixed import DDP_CAP_NBYTES
 from anabranch.planning.memory import BLAS_WORKSPACE_NBYTES, Setting, allocated_nbytes
 from anabranch.tuning.options import Planner, TuningOptions
@@ -67,11 +75,10 @@ class LeanDataParallel(Tuned, nn.Module):
     ``process_group``, ``broadcast_buffers`` and ``find_unused_parameters`` of DistributedDataParallel.
     """
 
-    _layout: LeanLayout
+    _layout: Engine
     _graph_cutter = CompiledGraphs({})  # of a copy, which plans nothing
     bucket_bytes_cap = DDP_CAP_NBYTES  # by which torch cuts graphs where we cannot
     require_backward_grad_sync = True  # as in DDP, also for programs that set it instead of using no_sync()
-    _averaging_now = True  # whether this backward pass, or the one that comes next, is averaged
 
     def __init__(
         self,
@@ -119,9 +126,9 @@ class LeanDataParallel(Tuned, nn.Module):
             self._broadcast_from_rank_0(_synchronised_tensors(tensors, module))
         if alone and plan is None:
             tuning = replace(tuning, profile_steps=0)
-        self._within = self._within_budget(next(iter(parameters.values())).device)
-        choosing = None if self._within is None else self._within.choosing
-        self._activations = ManagedActivations(module, memory.managed, choosing)
+        self._pass = PassState()
+        self._profiled: tuple[Sequence[BlockCosts], Sequence[Storage]] | None = None
+        self._activations = ManagedActivations(module, memory.activations_mode)
         self._undo_activations = weakref.finalize(self, self._activations.undo)
         self._undo_activations.atexit = False  # the module is not used after the interpreter has ended
         try:
@@ -140,45 +147,25 @@ class LeanDataParallel(Tuned, nn.Module):
         parameters: dict[str, nn.Parameter],
         settings: list[str],
     ) -> None:
-        owner = weakref.ref(self)  # weak, so that a model that is not used any more is freed
-
-        def averaging() -> bool:
-            own = owner()
-            return own is not None and own._averaging_now
-
-        def applied(names: Collection[str]) -> Collection[str]:
-            own = owner()
-            return own._layout.applied(names) if own is not None else ()
-
+        memory, current_pass = self.memory, self._pass
+        updates = BucketUpdater(memory.clipping, list(parameters.values()), memory.clip_value)
         frozen = {name: p for name, p in self.module.named_parameters() if not p.requires_grad}
         collectives = collectives_for(
-            compress, parameters, self.process_group, averaging, applied, frozen,
-            form=STORED.get(self.memory.first_residuals),
+            compress, parameters, self.process_group, lambda: current_pass.averaging, updates.applied, frozen,
+            form=STORED.get(memory.first_residuals),
         )  # fmt: skip
         plan, find_unused = ddp_sized_plan(parameters), self.find_unused_parameters
 
-        def control() -> dist.ProcessGroup:
-            own = owner()
-            assert own is not None  # a backward pass runs
-            return own._running_tuner().control
-
-        def check_pass() -> None:
-            own = owner()
-            if own is not None:
-                own._check_scaler()
-
-        def make_layout() -> LeanLayout:
+        def make_layout() -> Engine:
             with all_or_none("making Lean's optimizer", self.process_group):
-                self._layout = LeanLayout(
-                    self.module, self.memory, collectives, plan, averaging, control, check_pass, find_unused
-                )
+                self._layout = Engine(self.module, memory, collectives, updates, plan, current_pass, find_unused)
             return self._layout
 
         graphs = self._graph_cutter = CompiledGraphs(parameters)
         tuner = self._start_tuning(
             tuning, policy, collectives, parameters, make_layout, self.module, settings, graphs=graphs
         )
-        tuner.runner.timer.observers += [_AveragingObserver(owner), self._layout]
+        tuner.runner.timer.observers.append(self._layout)
         watch(self)
 
     @property
@@ -195,17 +182,8 @@ class LeanDataParallel(Tuned, nn.Module):
         """The plan, its predicted and measured gain, and the exposed time; or why there is no plan."""
         if self._tuner is None:
             return f"No plan: {self._no_plan_reason}. It cannot train: wrap the module again."
-        if not self.layout.residuals.in_use:  # an optimizer may call this in the middle of an update
-            with suppress(RuntimeError):  # the error of a lane, which was raised already in backward
-                self.layout.residuals.synchronize()
-        chosen = self._activations.agreed if self._within is not None else {}
+        chosen = self._activations.agreed if self.memory.within is not None else {}
         return "\n".join([super().explain(), *([described_within(chosen)] if chosen else [])])
-
-    def comm_state_dict(self) -> dict[str, Any]:
-        """The state of this rank to save in a checkpoint beside the model: its residuals; {} if none are kept."""
-        if self._tuner is not None:
-            self.layout.residuals.synchronize()  # copies to host memory may still be running
-        return super().comm_state_dict()
 
     @property
     def grad_norm(self) -> torch.Tensor | None:
@@ -272,6 +250,7 @@ class LeanDataParallel(Tuned, nn.Module):
         """
         self._good_steps = 0  # since the last skipped update or change of the scale
         self._counts_seen = self._step_counts()
+        self._pass.scaler = scaler
         super().follow(scaler)
 
     def _follow_scale(self) -> None:
@@ -289,7 +268,6 @@ class LeanDataParallel(Tuned, nn.Module):
                     scaler.update(grown)
         if scaler is not None and self.layout.updates.loss_scale != (scale := float(scaler.get_scale())):
             self.layout.updates.loss_scale = scale
-            self.layout.residuals.synchronize()
         super()._follow_scale()
 
     def _step_counts(self) -> tuple[int, int]:
@@ -305,7 +283,7 @@ class LeanDataParallel(Tuned, nn.Module):
         self._graph_cutter.install(self.module)
         if torch.is_grad_enabled():
             if not in_backward():
-                self._averaging_now = self.require_backward_grad_sync
+                self._pass.averaging = self.require_backward_grad_sync
                 self._follow_scale()  # all gradients that accumulate until the next step have one scale
             self._note_input(*inputs)
             tuner.before_forward(averaged=self.require_backward_grad_sync)
@@ -320,21 +298,8 @@ class LeanDataParallel(Tuned, nn.Module):
     def _after_forward(self, output: Any, averaged: bool) -> None:
         self._running_tuner().after_forward(output, averaged)
 
-    def _within_budget(self, device: torch.device) -> WithinBudget | None:
-        """What chooses within the budget of ``memory``, if there is one."""
-        if self.memory.within_nbytes is None:
-            return None
-        owner = weakref.ref(self)
-
-        def held() -> Held:
-            own = owner()
-            assert own is not None  # one of its forwards begins
-            return own._held()
-
-        return WithinBudget(self.memory.within_nbytes, held, device)
-
     def _held(self) -> Held:
-        """What this rank holds beside activations, now that the optimizer has its state."""
+        """What this rank holds besides activations, now that the optimizer has its state."""
         tensors = {tensor.data_ptr(): tensor for tensor in (*self.module.parameters(), *self.module.buffers())}
         runner = self._running_tuner().runner
         parameters = runner.parameters  # as wrapped: one that is frozen now may be unfrozen later
@@ -348,54 +313,38 @@ class LeanDataParallel(Tuned, nn.Module):
             blas_workspace_nbytes=BLAS_WORKSPACE_NBYTES if next(iter(parameters.values())).is_cuda else 0,
         )
         weights_nbytes = sum(allocated_nbytes(nbytes_of(tensor)) for tensor in tensors.values())
-        return Held(weights_nbytes, memory_of(self.optimizer), gradients, in_account(self._compress, setting))
+        return Held(weights_nbytes, memory_of(self.optimizer), gradients, exchanges_of(self._compress, setting))
 
     def _choose(self) -> None:
-        """Choose where activations are and, within a budget, how residuals are stored; once steps were profiled."""
-        if self._activations.choice is not None:
-            return
+        """Choose which activations are recomputed and, within a budget, how residuals are stored; after profiling."""
+        if self._activations.choice is None:
+            self._activations.choose(self._own_choice, self._agreed_choice)
+            if "residuals" in self._activations.agreed:
+                self.layout.exchange.store_residuals(self._activations.agreed["residuals"])
 
-        def agree(message: ChoiceMessage) -> ChoiceMessage:
-            agreed = _choice_of_rank_0(self.process_group, message)
-            if self._within is not None and "actions" in agreed:
-                with all_or_none("checking what rank 0 has chosen within the budget", self.process_group):
-                    self._within.check(agreed)
-            return agreed
+    def _own_choice(self, blocks: Sequence[BlockCosts]) -> ChoiceMessage:
+        """What this rank would choose; BudgetError if nothing fits."""
+        if (budget_nbytes := self.memory.within_nbytes) is None:
+            return choose_activations(blocks, self.memory.activations_nbytes)
+        device = next(iter(self.layout.parameters.values())).device
+        self._profiled = blocks, self._held().storages(blocks, memory_nbytes_per_s(device))
+        return choose_within(*self._profiled, budget_nbytes).message(budget_nbytes)
 
-        def barrier() -> None:
-            dist.barrier(self._running_tuner().control)
-
-        self._activations.choose(agree, barrier)
-        if "residuals" in self._activations.agreed:
-            self.layout.use_residuals(self._activations.agreed["residuals"])
-
-    def _backward_begins(self, averaged: bool) -> None:
-        """Called when a gradient reaches an output; ``averaged``: whether its forward was outside no_sync().
-
-        A backward pass through several forwards is averaged if any of them was.
-        """
-        if self._tuner is not None:
-            self._averaging_now = averaged or (self._averaging_now and self.layout.averaged_backward_running)
-
-    def _check_scaler(self) -> None:
-        """Raise RuntimeError if the loss of this backward pass was scaled by a GradScaler that is not followed."""
-        scaler, followed = scaler_of_this_pass(), self._scaler
-        if scaler is None or scaler is followed:
-            return
-        if followed is None or isinstance(followed, torch.amp.GradScaler):  # another class may have this one inside
-            raise RuntimeError(
-                f"the loss was scaled by a GradScaler whose scale is {scaler.get_scale()}, and this DataParallel under "
-                f"Lean follows {'none' if followed is None else 'another one'}: its updates would be as much too "
-                "large. Nothing was updated. Call follow(scaler) on the model once, on every rank, before training; "
-                "then only scaler.scale(loss).backward()"
-            )
+    def _agreed_choice(self, own: ChoiceMessage) -> ChoiceMessage:
+        """Rank 0's choice: a block that communicates must be recomputed on all ranks or on none."""
+        agreed: ChoiceMessage = json.loads(from_rank_0(json.dumps(own).encode(), self.process_group))
+        if self.memory.within is not None and "actions" in agreed:
+            with all_or_none("checking what rank 0 has chosen within the budget", self.process_group):
+                if self._profiled is not None:
+                    check_fits(agreed, *self._profiled)
+        return agreed
 
     def trained_parameters(self) -> Collection[nn.Parameter]:
         """The parameters that are updated in backward; none after close() and in a copy."""
-        return self._layout.parameters() if self._tuner is not None else ()
+        return self._layout.parameters.values() if self._tuner is not None else ()
 
     @property
-    def layout(self) -> LeanLayout:
+    def layout(self) -> Engine:
         """The bucket layout; raises RuntimeError after close() and in a copy."""
         self._running_tuner()
         return self._layout
@@ -427,13 +376,13 @@ class LeanDataParallel(Tuned, nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         """State for a copy: everything except tuner, layout and groups. The copied module is as before wrapping."""
-        mode = self.memory.managed.mode
-        if self._tuner is not None and mode in ("offload", "auto"):
+        if self._tuner is not None and self.memory.activations_mode == "auto":
             raise RuntimeError(
-                f"a DataParallel under Lean with Activations mode {mode!r} cannot be copied, since its module keeps "
-                "activations in host memory: copy the module before it is wrapped, and load this one's state_dict()"
+                "a DataParallel under Lean with Activations mode 'auto' cannot be copied, since its module is "
+                "profiled: copy the module before it is wrapped, and load this one's state_dict()"
             )
         own = (
+            "_pass",
             "_tuner",
             "_cache",
             "_collectives",
@@ -452,23 +401,9 @@ class LeanDataParallel(Tuned, nn.Module):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self._no_plan_reason = COPIED
+        self._pass = PassState()
         self.require_backward_grad_sync = True
         self._activations.undo()  # of the copy
-
-
-class _AveragingObserver(StepObserver):
-    """Tells a LeanDataParallel at the start of each backward pass whether it is averaged, before the engine asks."""
-
-    def __init__(self, owner: "weakref.ref[LeanDataParallel]") -> None:
-        self._owner = owner
-
-    def on_forward_end(self, averaged: bool) -> Callable[[], None]:
-        def backward_begins() -> None:
-            owner = self._owner()
-            if owner is not None:
-                owner._backward_begins(averaged)
-
-        return backward_begins
 
 
 def _check_arguments(unnamed: tuple[Any, ...], others: dict[str, Any], compress: Settings, memory: Lean) -> None:
@@ -491,12 +426,6 @@ def _lean_arguments(clipping: Clipping) -> str:
     """What to write for such a clipping."""
     norm_type = "" if clipping.norm_type == 2.0 else f", norm_type={clipping.norm_type}"
     return f"Lean(clip_norm={clipping.max_norm}{norm_type})"
-
-
-def _choice_of_rank_0(group: dist.ProcessGroup, message: ChoiceMessage) -> ChoiceMessage:
-    """Rank 0's choice for activations: a block that communicates must be recomputed on all ranks or on none."""
-    agreed: ChoiceMessage = json.loads(from_rank_0(json.dumps(message).encode(), group))
-    return agreed
 
 
 def _synchronised_tensors(named: Iterable[tuple[str, torch.Tensor]], module: nn.Module) -> list[torch.Tensor]:

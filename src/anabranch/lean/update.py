@@ -6,23 +6,120 @@ the device (``found_inf``). For others the answer is copied to the host and the 
 the latest when the bucket's slot is needed again or backward ends.
 
 Where gradients are clipped by the norm over all of them, updates are held until the end of backward. Then one average
-that is not finite leaves out the whole step, as a GradScaler does.
+that is not finite leaves out the whole step, as a GradScaler does. The norm is torch's: the norm of the parameters'
+norms, in the model's order, so that the bits are those of ``torch.nn.utils.clip_grad_norm_``, if all have one dtype
+(torch takes dtypes one after another).
 """
 
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from threading import Lock
+from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
-from anabranch.exchange.contracts import Steps, record_stream
+from anabranch.exchange.contracts import Group, Steps, issued, record_stream
 from anabranch.exchange.dense import all_finite
-from anabranch.lean.clipping import Clipping, StepNorm
-from anabranch.lean.held_updates import HeldUpdate
+from anabranch.lean.buckets import LiveBucket
 from anabranch.lean.optimizers import BucketOptimizer
+from anabranch.lean.options import Clipping
 from anabranch.values.errors import UpdateError
+
+
+class NonzeroValues(NamedTuple):
+    """A tensor that is mostly zeros."""
+
+    positions: torch.Tensor
+    values: torch.Tensor
+    numel: int
+
+    def whole(self) -> torch.Tensor:
+        """The tensor."""
+        record_stream(self.positions, self.values)
+        whole = self.values.new_zeros(self.numel)
+        whole[self.positions.long()] = self.values
+        return whole
+
+    @classmethod
+    def of(cls, whole: torch.Tensor) -> "NonzeroValues":
+        """The values of a flat tensor; waits for the device."""
+        positions = whole.nonzero().flatten()
+        dtype = torch.int32 if whole.numel() <= torch.iinfo(torch.int32).max else torch.int64
+        return cls(positions.to(dtype), whole[positions], whole.numel())
+
+    @property
+    def nbytes(self) -> int:
+        """The memory it needs."""
+        return self.positions.nbytes + self.values.nbytes
+
+
+@dataclass(frozen=True)
+class HeldUpdate:
+    """The update of a bucket that is held until the norm is known.
+
+    held     the bucket's average
+    finite   whether the average is finite, on the device
+    used     as in ``BucketUpdater.exchange_and_step``, over all ranks; None: all were used
+    """
+
+    bucket: LiveBucket
+    held: torch.Tensor | NonzeroValues
+    finite: torch.Tensor
+    used: torch.Tensor | None
+
+    @property
+    def waits_for_host(self) -> bool:
+        """Whether only the host can leave it out; a fused optimizer of a dense bucket does that on the device."""
+        on_device = self.finite.is_cuda and self.bucket.optimizer.takes_found_inf
+        return not on_device or self.used is not None or self.bucket.residual is not None
+
+    def average(self) -> torch.Tensor:
+        """The bucket's average."""
+        return self.held.whole() if isinstance(self.held, NonzeroValues) else self.held
+
+    def compacted(self) -> "HeldUpdate":
+        """The same in as little memory of its own as it needs; waits for the device."""
+        average = self.average()
+        values = NonzeroValues.of(average)
+        return replace(self, held=values if values.nbytes < average.nbytes else average.clone())
+
+    def undo(self, loss_scale: float) -> None:
+        """Give the average, times the scale of the loss, back to the residual it came from, where it is finite.
+
+        Each rank adds it to its own residual: over all ranks, what had been sent is back.
+        """
+        if self.bucket.residual is not None:
+            average = self.average()
+            with self.bucket.residual.whole() as residual:
+                residual.add_(torch.where(average.isfinite(), average, 0.0).mul_(loss_scale).to(residual.device))
+
+
+class StepNorm:
+    """The norm over all average gradients of a step, from the norms of parameters as their buckets arrive."""
+
+    def __init__(self, norm_type: float, order: Sequence[nn.Parameter]) -> None:
+        self._norm_type = norm_type
+        self._order = order
+        self._norms: dict[nn.Parameter, torch.Tensor] = {}
+
+    def add(self, parts: Mapping[nn.Parameter, torch.Tensor]) -> None:
+        """Add the average gradients of a bucket; lanes may call it at the same time."""
+        if parts:
+            norms: Sequence[torch.Tensor] = torch._foreach_norm(list(parts.values()), self._norm_type)
+            self._norms.update(zip(parts, norms, strict=True))
+
+    def take(self) -> torch.Tensor:
+        """The norm of the step that ends, on the device; forgets it for the next step."""
+        norms = [self._norms[parameter] for parameter in self._order if parameter in self._norms]
+        self._norms.clear()
+        record_stream(*norms)
+        if not norms:
+            return torch.zeros(())
+        total: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms), self._norm_type)
+        return total
 
 
 @dataclass(frozen=True)
@@ -60,45 +157,65 @@ class BucketUpdater:
         self._held: list[HeldUpdate] = []  # in this backward pass
         self._found_inf: list[torch.Tensor] = []  # on the device, of fused optimizers: 1 for a skipped step
         self._pending: deque[Pending | None] = deque()  # by bucket; None: its update needs nothing from the host
-        self._stream: torch.cuda.Stream | None = None  # of its own: on a lane's, a step would wait for later exchanges
-        self._finite: dict[BucketOptimizer, torch.Tensor] = {}  # in the last backward pass
+        self._stream: torch.cuda.Stream | None = None  # its own: on a lane's, a step would wait for later exchanges
+        self._finite: dict[LiveBucket, torch.Tensor] = {}  # in the last backward pass
         self._skipped = 0  # as far as the host knows
         self._skipped_lock = Lock()  # on a CPU several lanes, which are threads, count
 
     def exchange_and_step(
         self,
-        exchange: Steps,
+        bucket: LiveBucket,
         average: torch.Tensor,
-        optimizer: BucketOptimizer,
-        used: torch.Tensor | None = None,
-        put_back: Callable[[torch.Tensor], None] | None = None,
+        finite_here: torch.Tensor | None,
+        used: torch.Tensor | None,
+        exchange: Steps,
+        group: Group,
     ) -> Steps:
-        """Run ``exchange``, which leaves the average in ``average``, and behind it the step of ``optimizer``.
+        """Run ``exchange``, which leaves the average in ``average``, and behind it the step of the bucket's optimizer.
 
-        ``used`` has a number for each of the bucket's parameters: 0 if no rank used it. None: all were used.
-        ``put_back`` gives an average that nobody applies back to the bucket's residual. None: it has no residual, and
-        if updates are held, nobody else uses the memory of ``average`` before backward ends.
+        finite_here   whether all gradients that joined the bucket's residual were finite on this rank; None: none did
+        used          a number for each of the bucket's parameters: 0 if this rank did not use it; None: nobody asks
+
+        Gradients of a bucket with a residual are in it. So ``average`` begins as zeros, with one infinity if a gradient
+        was not finite on this rank: every rank learns of it and skips the update.
         """
+        residual = bucket.residual
+        if residual is not None:
+            average.zero_()
+            residual.accumulates_in_place = True
+            if finite_here is not None and len(average):
+                record_stream(finite_here)
+                average[0] = torch.where(finite_here, 0.0, float("inf"))
         yield from exchange
+        if residual is not None and residual.packed is not None:
+            residual.pack()
+        if used is not None:
+            record_stream(used)
+            yield issued(dist.all_reduce(used, op=dist.ReduceOp.MAX, group=group, async_op=True))
+        # If nothing is missing here, every parameter was used, and this rank need not read the result.
+        self._average_arrived(bucket, average, used if bucket.missing else None)
+
+    def _average_arrived(self, bucket: LiveBucket, average: torch.Tensor, used: torch.Tensor | None) -> None:
+        """Clip the average, and update the bucket with it or hold it."""
         if used is not None:  # a residual may also reach parameters that no rank used in this step
-            used = (used != 0).logical_or_(optimizer.nonzero(average))
+            used = (used != 0).logical_or_(bucket.optimizer.nonzero(average))
         finite = all_finite(average)
         if self.loss_scale != 1.0:
             average.div_(self.loss_scale)
         if self._clip_value is not None:
             average.clamp_(-self._clip_value, self._clip_value)
         if self._norm is not None:
-            self._norm.add(optimizer.parts(average))
+            self._norm.add(bucket.optimizer.parts(average))
         if self.holds_updates:
-            self._hold(HeldUpdate(optimizer, average, finite, used, put_back))
+            self._hold(HeldUpdate(bucket, average, finite, used))
         else:
-            self._finite[optimizer] = finite
-            self._update(optimizer, average, finite, used)
+            self._finite[bucket] = finite
+            self._update(bucket.optimizer, average, finite, used)
 
     def _update(
         self, optimizer: BucketOptimizer, average: torch.Tensor, finite: torch.Tensor, used: torch.Tensor | None
     ) -> None:
-        """Step at once, on the device's word, or when the host knows."""
+        """Step now; on a GPU with a flag on the device, or once the host has the flag."""
         if not average.is_cuda:
             self._step(optimizer, average, bool(finite), used)
         elif optimizer.takes_found_inf and used is None:
@@ -112,12 +229,12 @@ class BucketUpdater:
             self._launch_later(average, lambda: self._step(optimizer, average, bool(finite_on_host), used_on_host))
 
     def _hold(self, update: HeldUpdate) -> None:
-        """Keep an update until the norm is known; a slot that other buckets use, too, is left as soon as possible."""
+        """Hold an update until the norm is known; a slot that other buckets use, too, is left as soon as possible."""
 
         def hold() -> None:
             self._held.append(update.compacted())
 
-        if update.put_back is None:
+        if update.bucket.residual is None:  # nothing else uses the memory of its average before backward ends
             self._held.append(update)
         elif update.finite.is_cuda:
             self._launch_later(update.average(), hold)
@@ -153,7 +270,7 @@ class BucketUpdater:
         self.launch_pending()
         if self._clipping is None or self._norm is None:
             return None
-        self.grad_norm = self._norm.taken()
+        self.grad_norm = self._norm.take()
         refusal = self._clipping.refusal(self.grad_norm)
         if self._held:
             self._apply_held(self._clipping.coefficient(self.grad_norm), refused=refusal is not None)
@@ -166,7 +283,7 @@ class BucketUpdater:
         flags = [update.finite for update in held]
         record_stream(*flags, *(update.used for update in held if update.used is not None))
         finite = torch.stack(flags).all() & (not refused)
-        self._finite.update((update.optimizer, finite) for update in held)
+        self._finite.update((update.bucket, finite) for update in held)
         on_host = bool(finite) if any(update.waits_for_host for update in held) else None
         while held:
             update = held.pop()
@@ -174,15 +291,16 @@ class BucketUpdater:
                 update.undo(self.loss_scale)
                 self._skipped += 1
                 continue
-            average = update.average().mul_(coefficient)
+            average, optimizer = update.average().mul_(coefficient), update.bucket.optimizer
             if on_host is None:
-                self._update(update.optimizer, average, finite, update.used)
+                self._update(optimizer, average, finite, update.used)
             else:
-                self._step(update.optimizer, average, on_host, update.used)
+                self._step(optimizer, average, on_host, update.used)
 
-    def was_applied(self, optimizer: BucketOptimizer) -> bool:
-        """Whether this bucket was updated in the last backward pass; waits for the device."""
-        return optimizer in self._finite and bool(self._finite[optimizer])
+    def applied(self, names: Collection[str]) -> list[str]:
+        """Those of these parameters that the last backward pass has updated; waits for the device."""
+        updated = [bucket for bucket, finite in self._finite.items() if bool(finite)]
+        return [name for bucket in updated for name in bucket.planned.names if name in names]
 
     def forget_buckets(self) -> None:
         """Drop what refers to the buckets of the plan so far: the plan changes."""

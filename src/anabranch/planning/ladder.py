@@ -99,10 +99,10 @@ def with_fewer_messages(
 ) -> Plan:
     """``plan`` with neighbours merged, by the lossier of their two kinds, where that costs next to nothing.
 
-    The least lossy plan sends a bias exactly, in a message of its own, wherever the prices of the network leave time
-    for it. On a live model every message costs the host and the device a little that no price has, and a bias hardly counts
-    in the error. GPT-2 at 10 Gbit/s (H200 lab, 2026-11-18): 20 messages took 3 % longer than int4 alone, 16 took 1 %
-    longer.
+    The least lossy plan sends a bias exactly, in a message of its own, wherever the prices of the network leave
+    time for it. On a live model every message costs the host and the device a little that no price has, and a bias
+    hardly counts in the error. GPT-2 at 10 Gbit/s (H200 lab, 2026-11-18): 20 messages took 3 % longer than int4
+    alone, 16 took 1 % longer.
 
     It ends at most ``MERGED`` of the computing time later, and no merger adds more than its share of ``ADDED_ERROR``.
     ``excluded`` names, by kind, the gradients that must not use it.

@@ -9,7 +9,6 @@ The input is a ``StepProfile``: what the step itself has in memory as its gradie
     auto            as int4, which it may choose for every bucket
     Lean, dense     weights n, slots: a bucket's gradients from when it is complete until it is updated, two at a time
     Lean, oktopk    weights n, residual n, which is also where gradients are summed, slots
-    Lean, residuals on the host          weights n, slots, and those of the two largest neighbouring residuals
     Lean, residuals in bf16 (or int8)    weights n, residual n/2 (n/4), slots, two more for residuals in float32
     Lean, int8      weights n, slots, the messages of int8; other kinds alike
 
@@ -102,17 +101,15 @@ NO_OPTIMIZER = OptimizerMemory()
 class StepProfile:
     """Memory of one step at one batch size, in which every gradient is taken away as soon as it is ready.
 
-    weights_nbytes     parameters and buffers
-    gradients          in the order of backward
-    after_backward     the use when backward is over: the batch, and what the program still holds
-    offloaded_nbytes   activations that are in host memory between forward and backward
+    weights_nbytes   parameters and buffers
+    gradients        in the order of backward
+    after_backward   the use when backward is over: the batch, and what the program still holds
     """
 
     weights_nbytes: int
     gradients: tuple[ReadyGradient, ...]
     after_backward: MemoryUse
     optimizer: OptimizerMemory = NO_OPTIMIZER
-    offloaded_nbytes: int = 0
 
     def __post_init__(self) -> None:
         if not self.gradients:
@@ -130,13 +127,6 @@ class StepProfile:
 
 
 SLOTS = 2  # of Lean: one for the bucket whose exchange runs, one for the next bucket
-ALIGNMENT = 512  # bytes: where a slot may begin
-
-
-def ring_nbytes(bucket_nbytes: Sequence[int]) -> int:
-    """The memory of a ``SlotRing`` for these buckets: of the two largest neighbours; the first follows the last."""
-    whole = [-(-nbytes // ALIGNMENT) * ALIGNMENT for nbytes in bucket_nbytes]
-    return max((one + other for one, other in zip(whole, [*whole[1:], *whole[:1]], strict=True)), default=0)
 
 
 class BucketSize(NamedTuple):
@@ -185,7 +175,7 @@ def _bucket(profile: StepProfile, indices: Sequence[int], compressed: bool) -> B
     return BucketSize(tuple(indices), numel, nbytes, compressed)
 
 
-ResidualPlacement = Literal["in place", "host", "bf16", "int8"]
+ResidualPlacement = Literal["in place", "bf16", "int8"]
 
 
 class TrainingMode(NamedTuple):
@@ -224,7 +214,7 @@ class TrainingMode(NamedTuple):
         return self.residuals == "in place" and bucket.compressed and self.keeps_residual
 
     def stored_nbytes(self, bucket: BucketSize) -> int:
-        """Bytes of this bucket's residual between exchanges, on the device or on the host; 0 if it has none."""
+        """Bytes of this bucket's residual between exchanges; 0 if it has none."""
         if not (bucket.compressed and self.keeps_residual):
             return 0
         if (form := STORED.get(self.residuals)) is None:
@@ -243,11 +233,10 @@ DDP = TrainingMode(DENSE)
 
 @dataclass(frozen=True)
 class Footprint:
-    """Bytes on the device by kind at one moment of a step, which ``at`` names, and pinned bytes on the host."""
+    """Bytes on the device by kind at one moment of a step, which ``at`` names."""
 
     kinds: Mapping[str, int]
     at: str
-    host_nbytes: int = 0
 
     def __post_init__(self) -> None:
         if unknown := [kind for kind in self.kinds if kind not in KINDS]:
@@ -261,7 +250,7 @@ class Footprint:
 
     def plus(self, at: str = "", /, **more: int) -> "Footprint":
         """Return the footprint with more bytes of some kinds, at another moment."""
-        return Footprint({kind: self.kinds[kind] + more.get(kind, 0) for kind in KINDS}, at, self.host_nbytes)
+        return Footprint({kind: self.kinds[kind] + more.get(kind, 0) for kind in KINDS}, at)
 
     def plus_use(self, at: str, use: MemoryUse, **more: int) -> "Footprint":
         """Return the footprint with what the step itself uses at a moment, and more of some kinds."""
@@ -275,7 +264,6 @@ class Setting:
     ranks, density          how many ranks exchange, and what share of a sparse bucket's elements
     buckets                 parameter names by bucket, as a plan has them; None: 25 MiB each, in the order of backward
     clips                   whether gradients are clipped by their norm: then Lean holds averages until backward ends
-    window_nbytes           how many bytes of offloaded activations may be on the way to the host, or back early
     blas_workspace_nbytes   what cuBLAS keeps for itself
     ranks_per_node          the ranks among which HSDP shards the model; None: all ranks are in one node
     """
@@ -284,7 +272,6 @@ class Setting:
     density: float = 0.01
     buckets: Sequence[Sequence[str]] | None = None
     clips: bool = False
-    window_nbytes: int = 0
     options: OkTopk = field(default_factory=OkTopk)
     blas_workspace_nbytes: int = BLAS_WORKSPACE_NBYTES
     ranks_per_node: int | None = None
@@ -427,37 +414,28 @@ def lean_moments(profile: StepProfile, setting: Setting, mode: TrainingMode) -> 
 
 
 def _lean(profile: StepProfile, setting: Setting, mode: TrainingMode) -> Iterator[Footprint]:
-    copies_nbytes = min(profile.offloaded_nbytes, setting.window_nbytes)
     for moment in lean_moments(profile, setting, mode):
         if moment.index == len(profile.gradients):
             yield moment.footprint.plus_use(moment.footprint.at, profile.after_backward)
         else:
             gradient = profile.gradients[moment.index]
             use = gradient.when_ready if moment.ready else gradient.peak_before
-            yield moment.footprint.plus_use(moment.footprint.at, use, activations=copies_nbytes)
+            yield moment.footprint.plus_use(moment.footprint.at, use)
 
 
 def residual_nbytes(profile: StepProfile, setting: Setting, mode: TrainingMode) -> int:
-    """Bytes of all residuals between exchanges, on the device or on the host."""
-    return sum(nbytes for _, nbytes in residuals_by_bucket(profile, setting, mode))
-
-
-def residuals_by_bucket(profile: StepProfile, setting: Setting, mode: TrainingMode) -> list[tuple[int, int]]:
-    """For each bucket with a residual, in the order of backward: its last gradient, and bytes between exchanges."""
-    found = ((bucket.last_index, mode.stored_nbytes(bucket)) for bucket in mode.buckets(profile, setting))
-    return sorted((last_index, nbytes) for last_index, nbytes in found if nbytes)
+    """Bytes of all residuals between exchanges."""
+    return sum(mode.stored_nbytes(bucket) for bucket in mode.buckets(profile, setting))
 
 
 def _constant_of_lean(
     profile: StepProfile, setting: Setting, mode: TrainingMode, buckets: Sequence[BucketSize]
 ) -> Footprint:
     """Return what Lean has in memory during the whole step, residuals included."""
-    stored = [mode.stored_nbytes(bucket) for bucket in buckets]
-    kept, on_host = [nbytes for nbytes in stored if nbytes], mode.residuals == "host"
-    constant = constant_footprint(profile, setting, residual=ring_nbytes(kept) if on_host else sum(stored))
+    constant = constant_footprint(profile, setting, residual=sum(mode.stored_nbytes(bucket) for bucket in buckets))
     if setting.options.deterministic:  # else an owner sums in the slot
         constant = constant.plus(workspace=owner_sums_nbytes(buckets, setting, mode))
-    return Footprint(constant.kinds, "", sum(stored)) if on_host else constant
+    return constant
 
 
 def _step_nbytes(profile: StepProfile, bucket: BucketSize) -> int:

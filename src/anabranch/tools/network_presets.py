@@ -112,7 +112,7 @@ class NetworkRange:
 
     @classmethod
     def preset(cls, name: str, world_size: int) -> Self:
-        """The named links among so many ranks."""
+        """The named links among ``world_size`` ranks."""
         if name not in PRESETS:
             raise ValueError(f"network {name!r}: no such name, expected one of {', '.join(PRESETS)}")
         found = PRESETS[name]

@@ -1,19 +1,19 @@
-"""Places where another package lets anabranch in; other versions of it may have moved them."""
+"""Functions and attributes of other packages that anabranch uses, and that other versions of them may not have."""
 
 import inspect
 from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 
 
-def check_seams(package: str, tested: str, owner: object, seams: Mapping[str, Sequence[str]]) -> None:
+def check_signatures(package: str, tested: str, owner: object, signatures: Mapping[str, Sequence[str]]) -> None:
     """Raise RuntimeError unless ``owner`` has each of these functions, with arguments of these names.
 
-    package   the package that ``owner``, an object or a module, is from
-    tested    the version of it that anabranch is tested with
-    seams     the names of arguments by name of function
+    package      the package that ``owner``, an object or a module, is from
+    tested       the version of it that anabranch is tested with
+    signatures   the names of arguments by name of function
     """
     where = getattr(owner, "__name__", type(owner).__name__)
-    for name, arguments in seams.items():
+    for name, arguments in signatures.items():
         method = getattr(owner, name, None)
         if not callable(method):
             raise unsupported(package, tested, f"{where} has no {name}()")

@@ -1,5 +1,6 @@
 """Compiled models on ranks: what ran when, and how often the backend was called."""
 
+import gc
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from time import sleep
@@ -91,6 +92,12 @@ class Log:
             else:
                 found[-1].append(event)
         return found
+
+
+def forget_compiled() -> None:
+    """Begin a case in a process in which others were compiled: neither their models nor their graphs are left."""
+    gc.collect()
+    torch._dynamo.reset()
 
 
 def compiled(net: nn.Module, order: str, backend: Log, **options: Any) -> tuple[DataParallel, nn.Module]:

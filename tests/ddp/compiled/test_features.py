@@ -67,8 +67,7 @@ def follow(rank: int, names: list[str], scenario: str, backend: str) -> list[dic
     return found
 
 
-@pytest.mark.campaign_but_first
-@pytest.mark.slow
+@pytest.mark.campaign
 @pytest.mark.parametrize(
     ("scenario", "backend"),
     [("keeps the plan", "aot_eager"), ("is given the plan", "aot_eager"), ("keeps the plan", "inductor")],

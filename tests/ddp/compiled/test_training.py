@@ -20,10 +20,10 @@ from anabranch.tuning.live_trials import LiveTrials
 from anabranch.tuning.trial import Trial
 from anabranch.values.kinds.names import kind_of
 from ddp.compiled import residual
-from ddp.compiled.models import LAYERS, ORDERS, Log, compiled, furthest, inputs, pair
+from ddp.compiled.models import LAYERS, ORDERS, Log, compiled, forget_compiled, furthest, inputs, pair
 from observe.trace_events import check_format, of_rank
 from parallel.twins import SCENARIOS, ring, steps
-from ranks import on_ranks
+from ranks import cases_on_ranks, on_ranks
 
 
 def in_pairs(trace: Trace, network: Network) -> Plan:
@@ -49,6 +49,7 @@ def trained(
     decisions: int = 1,
 ) -> dict[str, Any]:
     """Train beside an eager DDP, until there are so many choices and some steps more."""
+    forget_compiled()
     if backend:
         warnings.filterwarnings("ignore", category=DeprecationWarning)  # torch's own, in inductor
     log = Log(name=backend, part_s=part_s)
@@ -74,11 +75,11 @@ def trained(
     }
 
 
-@pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("scenario", ["keeps the plan", "goes back"])
-def test_the_weights_of_ddp_with_one_recompilation(order: str, scenario: str) -> None:
-    for answer in on_ranks(trained, 2, order, scenario, "", {}):
-        assert answer["apart"] < 1e-6
+def test_the_weights_of_ddp_with_one_recompilation(scenario: str) -> None:
+    found = cases_on_ranks({order: (trained, order, scenario, "", {}) for order in ORDERS}, 2, timeout_s=120)
+    for order, answer in ((order, answer) for order, answers in found.items() for answer in answers):
+        assert answer["apart"] < 1e-6, order
         assert not answer["symbolic"], "shapes stay known: code for any shape is slow"
         first = answer["compiled"].count(0)
         assert first == LAYERS, "at first every layer is a part"
@@ -136,8 +137,7 @@ def test_recorded_gradients_are_spread_over_backward() -> None:
         assert len(set(answer["spread"])) >= LAYERS
 
 
-@pytest.mark.campaign_but_first
-@pytest.mark.slow
+@pytest.mark.campaign
 @pytest.mark.parametrize("order", ORDERS)
 def test_inductor(order: str) -> None:
     for answer in on_ranks(trained, 2, order, "keeps the plan", "inductor", {}, timeout_s=150):
@@ -152,7 +152,7 @@ def test_a_residual_network(tmp_path: Path) -> None:
     residual.check(answers, 1e-3)
 
 
-@pytest.mark.slow
+@pytest.mark.campaign
 def test_a_residual_network_with_sparse_messages(tmp_path: Path) -> None:
     answers = on_ranks(residual.sparse, residual.RANKS, str(tmp_path), "cpu", "aot_eager", timeout_s=100)
     residual.check_sparse(answers, 1e-3)
@@ -166,11 +166,11 @@ def launches(rank: int, path: str) -> dict[str, Any]:
     made, called = compiled(net, "compile(DP)", log, plan=plan, profile_steps=2)
     launch = BucketLauncher.launch
 
-    def noted(self: BucketLauncher, index: int, buffer: torch.Tensor) -> Any:
+    def noted(self: BucketLauncher, index: int, *rest: Any) -> Any:
         log.events.append(f"launch {index}")
-        return launch(self, index, buffer)
+        return launch(self, index, *rest)
 
-    BucketLauncher.launch = noted  # type: ignore[method-assign]
+    BucketLauncher.launch = noted  # type: ignore[method-assign,assignment]
     made.trace_steps(8, 10, path)
     for step in range(10):
         log.step = step
@@ -246,6 +246,7 @@ def ended_early(rank: int, planner: str, held: bool) -> dict[str, Any]:
     return {"compiled": log.compiled, "explained": made.explain()}
 
 
+@pytest.mark.campaign_but_first
 @pytest.mark.parametrize("planner", ["in_pairs", "per_tensor"])
 def test_a_search_that_is_ended_early_keeps_fine_cuts_and_says_so(planner: str) -> None:
     for answer in on_ranks(ended_early, 2, planner, True):
@@ -264,6 +265,7 @@ def test_a_search_that_may_take_no_more_steps_still_compiles_for_its_plan() -> N
 
 def compressed(rank: int, kind: str, lean: bool) -> dict[str, Any]:
     """Train with a plan of one kind of exchange, compiled and eager; how far they are apart."""
+    forget_compiled()
     _, net = pair()
     plan = planners.using(pairs_of([name for name, _ in net.named_parameters()]), kind)
     compress = OkTopk(density=0.25, warmup_steps=0) if kind.startswith("oktopk") else None if kind == "dense" else kind
@@ -282,12 +284,14 @@ def compressed(rank: int, kind: str, lean: bool) -> dict[str, Any]:
     return {"apart": furthest(*trained), "compiled": log.compiled}
 
 
+@pytest.mark.campaign_but_first
 @pytest.mark.parametrize("lean", [False, True])
-@pytest.mark.parametrize("kind", ["dense", "bf16", "int8", "int4", kind_of(0.25)])
-def test_every_kind_of_exchange(kind: str, lean: bool) -> None:
-    for answer in on_ranks(compressed, 2, kind, lean):
-        assert answer["apart"] < 1e-6
-        assert answer["compiled"] == [0] * (LAYERS // 2)
+def test_every_kind_of_exchange(lean: bool) -> None:
+    kinds = ["dense", "bf16", "int8", "int4", kind_of(0.25)]
+    found = cases_on_ranks({kind: (compressed, kind, lean) for kind in kinds}, 2, timeout_s=120)
+    for kind, answer in ((kind, answer) for kind, answers in found.items() for answer in answers):
+        assert answer["apart"] < 1e-6, kind
+        assert answer["compiled"] == [0] * (LAYERS // 2), kind
 
 
 def test_auto() -> None:
@@ -298,6 +302,7 @@ def test_auto() -> None:
 
 def lean(rank: int, order: str) -> dict[str, Any]:
     """Train under Lean, beside an eager DDP."""
+    forget_compiled()
     log = Log()
     theirs, net = pair()
     optimizer = torch.optim.SGD(theirs.parameters(), lr=0.05)
@@ -314,12 +319,12 @@ def lean(rank: int, order: str) -> dict[str, Any]:
     return {"apart": furthest(theirs, made), "compiled": log.compiled, "parts": log.parts()}
 
 
-@pytest.mark.parametrize("order", ORDERS)
-def test_lean(order: str) -> None:
-    for answer in on_ranks(lean, 2, order):
-        assert answer["apart"] < 1e-6
-        assert answer["compiled"] == [0] * (LAYERS // 2)
-        assert len(answer["parts"]) == LAYERS // 2
+def test_lean() -> None:
+    found = cases_on_ranks({order: (lean, order) for order in ORDERS}, 2, timeout_s=120)
+    for order, answer in ((order, answer) for order, answers in found.items() for answer in answers):
+        assert answer["apart"] < 1e-6, order
+        assert answer["compiled"] == [0] * (LAYERS // 2), order
+        assert len(answer["parts"]) == LAYERS // 2, order
 
 
 def compiled_before(rank: int) -> dict[str, Any]:

@@ -112,6 +112,7 @@ def test_a_poisoned_step_changes_no_residual(bad: float, precision: Any) -> None
     check_step(way, [gradient.to(DEVICE) for gradient in gradients(2, 1100, 2)], held, world, 0.02)
 
 
+@pytest.mark.campaign
 @pytest.mark.parametrize(("precision", "dtype"), [("fp32", torch.bfloat16), ("int8", torch.float16)])
 def test_gradients_of_16_bits(precision: Any, dtype: torch.dtype) -> None:
     way = with_kernels(OkTopk(wire=precision, region_period=2))

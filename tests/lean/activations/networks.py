@@ -1,4 +1,4 @@
-"""Small models with what makes offloading and recomputation hard, and how to compare two trainings of them."""
+"""Small models with what makes recomputation hard, and how to compare two trainings of them."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -8,9 +8,7 @@ import torch
 from torch import nn
 
 from anabranch.lean.activations.cost_model import BlockCosts
-from anabranch.lean.activations.host_copies import HostCopies
-from anabranch.lean.activations.offloader import KeptTensor, OffloadedStorage, OffloadedTensor, Offloader
-from anabranch.lean.activations.policy import Activations, ManagedActivations
+from anabranch.lean.activations.managed import ManagedActivations, choose_activations
 from anabranch.lean.activations.profiler import BlockProfiler
 
 Around = Callable[[nn.Module], AbstractContextManager[object]]
@@ -118,49 +116,6 @@ def plainly(model: nn.Module) -> AbstractContextManager[object]:
     return nullcontext()
 
 
-class CountedOffloader(Offloader):
-    """An offloader that counts: storages ``offloaded`` and ``fetched``, tensors ``kept`` and ``shared``.
-
-    A tensor is shared if its storage was already offloaded: nothing is copied for it.
-    """
-
-    offloaded = fetched = kept = shared = 0
-
-    def _keep(self, tensor: torch.Tensor) -> KeptTensor:
-        self.kept += 1
-        return super()._keep(tensor)
-
-    def _pack(self, tensor: torch.Tensor) -> OffloadedTensor | KeptTensor:
-        before = self.counts.offloaded_nbytes
-        packed = super()._pack(tensor)
-        if self.counts.offloaded_nbytes > before:
-            self.offloaded += 1
-        elif isinstance(packed, OffloadedTensor):
-            self.shared += 1
-        return packed
-
-    def _fetch(self, storage: OffloadedStorage) -> None:
-        self.fetched += 1
-        super()._fetch(storage)
-
-
-def small(
-    window: int = 4096, ahead: int = 4096, copies: HostCopies | None = None, host: int | None = None
-) -> CountedOffloader:
-    """An offloader for tensors of some hundred bytes."""
-    offloader = CountedOffloader(
-        torch.device("cpu"), least_nbytes=256, window_nbytes=window, ahead_nbytes=ahead, host_nbytes=host
-    )
-    if copies is not None:
-        offloader._copies = copies
-    return offloader
-
-
-def offloaded(offloader: Offloader) -> Around:
-    """Everything that the forward saves goes through this offloader."""
-    return lambda model: offloader.hooks(model)
-
-
 def trained(
     build: Callable[[], nn.Module],
     around: Around = plainly,
@@ -203,9 +158,9 @@ def packed_bytes(sizes: list[int]) -> Iterator[None]:
         yield
 
 
-def profiled_costs(model: nn.Module, step: Callable[[], None], offloader: Offloader) -> list[BlockCosts]:
+def profiled_costs(model: nn.Module, step: Callable[[], None]) -> list[BlockCosts]:
     """The costs of the model's blocks as measured in the second of two calls of ``step``, a forward and backward."""
-    profiler = BlockProfiler(model, offloader)
+    profiler = BlockProfiler(model)
     try:
         step()
         step()
@@ -215,15 +170,16 @@ def profiled_costs(model: nn.Module, step: Callable[[], None], offloader: Offloa
 
 
 class SelfChoosing(ManagedActivations):
-    """Managed activations of a model that is trained by itself: every forward with gradients begins with a choice."""
+    """Mode "auto" of a model that is trained by itself: every forward with gradients begins with a choice."""
 
-    def __init__(self, model: nn.Module, options: Activations) -> None:
-        super().__init__(model, options)
+    def __init__(self, model: nn.Module, budget_nbytes: int) -> None:
+        super().__init__(model, "auto")
+        self._budget_nbytes = budget_nbytes
         self._hook = model.register_forward_pre_hook(self._before_forward, prepend=True)
 
     def _before_forward(self, module: nn.Module, args: object) -> None:
         if torch.is_grad_enabled():
-            self.choose()
+            self.choose(lambda blocks: choose_activations(blocks, self._budget_nbytes))
 
     def undo(self) -> None:
         super().undo()

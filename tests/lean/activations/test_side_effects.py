@@ -8,14 +8,17 @@ import pytest
 import torch
 from torch import nn
 
-from anabranch.lean.activations.policy import Activations
+from anabranch.lean.activations.managed import ManagedActivations
 from anabranch.lean.activations.solver import BudgetError
 from lean.activations.networks import SelfChoosing, one_thread
 
 __all__ = ["one_thread"]
 
-MODES: list[tuple[str, int | None]] = [("recompute", None), ("offload", None), ("auto", 1 << 30)]
-modes = pytest.mark.parametrize(("mode", "budget"), MODES, ids=[mode for mode, _ in MODES])
+modes = pytest.mark.parametrize("mode", ["recompute", "auto"])
+
+
+def managed_by(mode: str, model: nn.Module) -> ManagedActivations:
+    return SelfChoosing(model, 1 << 30) if mode == "auto" else ManagedActivations(model, "recompute")
 
 
 class Smoothed(nn.Module):
@@ -57,11 +60,9 @@ def instance() -> nn.Module:
     return nn.Sequential(nn.Conv1d(4, 4, 3, padding=1), norm, nn.Tanh())
 
 
-def trained(model: nn.Module, given: torch.Tensor, mode: str | None, budget: int | None) -> dict[str, torch.Tensor]:
+def trained(model: nn.Module, given: torch.Tensor, mode: str | None) -> dict[str, torch.Tensor]:
     """All gradients and buffers after four steps."""
-    managed = None
-    if mode is not None:
-        managed = SelfChoosing(model, Activations(mode, budget, least_nbytes=64))  # type: ignore[arg-type]
+    managed = None if mode is None else managed_by(mode, model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for _ in range(4):
         optimizer.zero_grad()
@@ -74,16 +75,16 @@ def trained(model: nn.Module, given: torch.Tensor, mode: str | None, budget: int
 
 @modes
 @pytest.mark.parametrize("block", [Smoothed, spectral, instance])
-def test_state_that_changes_in_forward(block: Callable[[], nn.Module], mode: str, budget: int | None) -> None:
+def test_state_that_changes_in_forward(block: Callable[[], nn.Module], mode: str) -> None:
     torch.manual_seed(0)
     model = Blocks(block)
     given = torch.randn(8, 4, 16) if block is instance else torch.randn(8, 16)
-    plain = trained(copy.deepcopy(model), given, None, None)
+    plain = trained(copy.deepcopy(model), given, None)
     if mode == "recompute" and block is not instance:
         with pytest.raises(ValueError, match=r"block 'layers.0' changes its buffer '.*' in forward"):
-            trained(model, given, mode, budget)
+            trained(model, given, mode)
         return
-    ours = trained(model, given, mode, budget)
+    ours = trained(model, given, mode)
     assert all(torch.equal(plain[name], value) for name, value in ours.items())
 
 
@@ -98,15 +99,15 @@ class Named(nn.Module):
 
 
 @modes
-def test_lists_that_blocks_fill_are_filled_once(mode: str, budget: int | None) -> None:
+def test_lists_that_blocks_fill_are_filled_once(mode: str) -> None:
     seen: list[torch.Tensor] = []
     model = Blocks(Named, lambda layer, value: layer(given={"value": value, "seen": seen}))
-    trained(model, torch.randn(8, 16), mode, budget)
+    trained(model, torch.randn(8, 16), mode)
     assert len(seen) == 4 * 3
 
 
 @modes
-def test_hooks_see_every_output_of_a_forward_once(mode: str, budget: int | None) -> None:
+def test_hooks_see_every_output_of_a_forward_once(mode: str) -> None:
     seen: list[int] = []
 
     def note(module: nn.Module, args: object, output: object) -> None:
@@ -115,7 +116,7 @@ def test_hooks_see_every_output_of_a_forward_once(mode: str, budget: int | None)
     model = Blocks(lambda: nn.Sequential(nn.Linear(16, 16), nn.Tanh()))
     for layer in model.layers:
         layer.get_submodule("0").register_forward_hook(note)
-    managed = SelfChoosing(model, Activations(mode, budget, least_nbytes=64))  # type: ignore[arg-type]
+    managed = managed_by(mode, model)
     for _ in range(4):
         seen.clear()
         output = model(torch.randn(8, 16))
@@ -132,7 +133,7 @@ def test_what_is_changed_after_a_block_had_it_by_name_is_refused() -> None:
 
     model = Blocks(Named, changing)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        trained(model, torch.randn(8, 16).requires_grad_().clone(), "recompute", None)
+        trained(model, torch.randn(8, 16).requires_grad_().clone(), "recompute")
 
 
 def test_frozen_blocks_and_missing_ones_are_profiled_too() -> None:
@@ -143,7 +144,7 @@ def test_frozen_blocks_and_missing_ones_are_profiled_too() -> None:
     blocks.layers.append(None)  # type: ignore[arg-type]
     blocks.requires_grad_(False)
     model = nn.Sequential(blocks, nn.Linear(16, 4))
-    managed = SelfChoosing(model, Activations("auto", 1 << 30, least_nbytes=64))
+    managed = SelfChoosing(model, 1 << 30)
     for _ in range(3):
         model(torch.randn(8, 16)).sum().backward()
     assert managed.choice is not None
@@ -167,8 +168,7 @@ def test_a_layer_that_runs_again_is_recomputed_one_run_at_a_time() -> None:
     chosen: dict[int, str] = {}
     for budget in (60 * whole, 24 * whole, 4 * whole):
         model = Again()
-        options = Activations("auto", budget, least_nbytes=64, window_nbytes=whole, ahead_nbytes=whole)
-        managed = SelfChoosing(model, options)
+        managed = SelfChoosing(model, budget)
         try:
             for _ in range(3):
                 model(torch.randn(32, 64)).sum().backward()

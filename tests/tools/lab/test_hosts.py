@@ -6,8 +6,7 @@ import time
 
 import pytest
 
-from anabranch.tools.lab.hosts import Host, linked_hosts, local_hosts
-from anabranch.tools.lab.namespaces import inside
+from anabranch.tools.lab.hosts import Host, inside, linked_hosts, local_hosts
 from tools.lab.lab_process import descriptors, needs_namespaces
 
 PORT = 5000

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from anabranch.tools.lab.hosts import inside, new_namespace
 from anabranch.tools.lab.janitor import Janitor, LabResources
-from anabranch.tools.lab.namespaces import create, inside
 from tools.lab.lab_process import alive, lab, needs_namespaces, pids, until
 
 MARK = "ANABRANCH_LAB_ID=test-of-the-janitor"
@@ -46,7 +46,7 @@ def test_marked_processes_end_and_others_do_not() -> None:
 
 @needs_namespaces
 def test_processes_in_its_namespaces_end_and_others_do_not() -> None:
-    ours, theirs = create(), create()
+    ours, theirs = new_namespace(), new_namespace()
     with inside(ours):
         inner = subprocess.Popen(SLEEP)
     with inside(theirs):

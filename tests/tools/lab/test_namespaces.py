@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from anabranch.tools.lab.namespaces import Namespace, create, current, inside
+from anabranch.tools.lab.hosts import Namespace, current, inside, new_namespace
 from tools.lab.lab_process import descriptors, needs_namespaces
 
 pytestmark = needs_namespaces
@@ -19,7 +19,7 @@ def here() -> int:
 
 @pytest.fixture
 def elsewhere() -> object:
-    namespace = create()
+    namespace = new_namespace()
     yield namespace
     namespace.close()
 
@@ -54,7 +54,7 @@ def test_a_process_started_inside_is_inside(elsewhere: Namespace) -> None:
 
 def test_no_descriptor_is_left_behind(elsewhere: Namespace) -> None:
     before = descriptors()
-    create().close()
+    new_namespace().close()
     current().close()
     with inside(elsewhere):
         pass

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from anabranch.tools.lab import hosts, namespaces, preflight
+from anabranch.tools.lab import hosts, preflight
 from anabranch.tools.lab.cluster import Cluster
 from anabranch.values.errors import LabError
 from tools.lab.lab_process import needs_namespaces
@@ -32,14 +32,14 @@ def test_nothing_is_missing_here() -> None:
 
 
 def test_without_root_the_way_out_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(namespaces, "create", refuse)
+    monkeypatch.setattr(hosts, "new_namespace", refuse)
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     words = missing(Cluster([1e9]))
     assert "user 1000" in words and "CAP_SYS_ADMIN" in words and "CAP_NET_ADMIN" in words and "--emulate" in words
 
 
 def test_everything_is_said_at_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(namespaces, "create", refuse)
+    monkeypatch.setattr(hosts, "new_namespace", refuse)
     monkeypatch.setitem(sys.modules, "pyroute2", None)
     monkeypatch.setenv("PATH", str(tmp_path))
     words = missing(Cluster([1e9], backend="nccl"))
@@ -53,7 +53,7 @@ def test_everything_is_said_at_once(monkeypatch: pytest.MonkeyPatch, tmp_path: P
 
 
 def test_emulation_needs_none_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(namespaces, "create", refuse)
+    monkeypatch.setattr(hosts, "new_namespace", refuse)
     monkeypatch.setitem(sys.modules, "pyroute2", None)
     preflight.check(Cluster([1e9], alpha_s=1e-5), [])
 
@@ -108,7 +108,7 @@ def test_few_cores_are_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_nobody_is_told_so() -> None:
     """In earnest: a user without rights asks the kernel. Imports come first: the checkout may be closed to nobody."""
     code = (
-        "import os; from anabranch.tools.lab import hosts, namespaces, preflight\n"
+        "import os; from anabranch.tools.lab import hosts, preflight\n"
         "from anabranch.tools.lab.cluster import Cluster\n"
         f"os.setgroups([]); os.setgid({NOBODY}); os.setuid({NOBODY})\n"
         "preflight.check(Cluster([1e9]), [])"

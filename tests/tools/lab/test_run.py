@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from anabranch.tools.lab.cluster import Cluster
-from anabranch.tools.lab.rank_process import RankProcess, start_process
 from anabranch.tools.lab.run import ALONE, run
+from anabranch.tools.lab.supervisor import RankProcess, start_process
 from anabranch.values.errors import LabError
 from tools.lab.lab_process import alive, descriptors, lab, needs_namespaces, outcome, pids, until
 

@@ -21,14 +21,12 @@ from torch._guards import TracingContext, detect_fake_mode, tracing
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from anabranch.ddp.compiled.cuts import Cuts
-from anabranch.ddp.compiled.graph_shape import operations
-from anabranch.ddp.compiled.graphs import CompiledGraphs
+from anabranch.ddp.compiled.cuts import Cuts, operations
 from anabranch.ddp.reducer import running_graph_cutter
-from anabranch.values.compatibility import check_seams
+from anabranch.values.compatibility import check_signatures
 
 TESTED = "2.13.0"  # in CI; 2.11 and 2.15 by hand
-SEAMS: tuple[tuple[object, Mapping[str, Sequence[str]]], ...] = (
+SIGNATURES: tuple[tuple[object, Mapping[str, Sequence[str]]], ...] = (
     (
         torch_cutter,
         {
@@ -48,7 +46,8 @@ CUDA_GRAPHS = (
     'not where buckets end: the modes "default" and "max-autotune-no-cudagraphs" let the plan cut'
 )
 
-Compiler = Callable[..., Callable[..., Any]]
+Compiled = Callable[..., Any]
+Compiler = Callable[..., Compiled]
 
 
 def install() -> None:
@@ -56,8 +55,8 @@ def install() -> None:
 
     Only graphs of a DataParallel that plans are cut by us. Torch looks the class up each time it compiles.
     """
-    for owner, seams in SEAMS:
-        check_seams("torch", TESTED, owner, seams)
+    for owner, signatures in SIGNATURES:
+        check_signatures("torch", TESTED, owner, signatures)
     torch_class: Any = torch_cutter.DDPOptimizer
     if hasattr(torch_class, "cut_by_plan"):
         return
@@ -66,14 +65,12 @@ def install() -> None:
         """Cuts graphs of a DataParallel that plans where it says, and all others as torch does."""
 
         def compile_fn(self, gm: fx.GraphModule, example_inputs: list[Any], **options: Any) -> Any:
-            compiler = partial(self.backend_compile_fn, **options)
-            compiled = self.cut_by_plan(running_graph_cutter(), gm, example_inputs, compiler)
+            compiled = self.cut_by_plan(gm, example_inputs, partial(self.backend_compile_fn, **options))
             return compiled if compiled is not None else super().compile_fn(gm, example_inputs, **options)
 
-        def cut_by_plan(
-            self, graphs: CompiledGraphs | None, graph: fx.GraphModule, inputs: list[Any], compiler: Compiler
-        ) -> Callable[..., Any] | None:
+        def cut_by_plan(self, graph: fx.GraphModule, inputs: list[Any], compiler: Compiler) -> Compiled | None:
             """The compiled graph; None if torch shall cut it."""
+            graphs = running_graph_cutter()  # a CompiledGraphs
             if graphs is None:
                 return None
             if uses_cuda_graphs(self.backend_compile_fn):
@@ -81,20 +78,21 @@ def install() -> None:
                 return None
             if not torch.is_grad_enabled():
                 return compiler(graph, inputs)  # there will be no backward in which gradients could leave
-            return graphs.compile(graph, inputs, partial(compile_parts, compiler))
+            compiled: Compiled | None = graphs.compile(graph, inputs, partial(compile_parts, compiler))
+            return compiled
 
     torch_cutter.DDPOptimizer = PlannedCuts  # type: ignore[misc]
 
 
 def forget_graphs(codes: Iterable[CodeType]) -> None:
-    """Have torch compile these functions anew when they are called next."""
+    """Have torch compile these functions again when they are called next."""
     for code in codes:
         reset_code(code)
 
 
 def compile_parts(
     compiler: Compiler, graph: fx.GraphModule, cuts: Cuts, inputs: Sequence[Any], again: bool
-) -> Callable[..., Any]:
+) -> Compiled:
     """Compile each part of a graph by itself; a function that runs them, one after the other.
 
     ``again``: torch has compiled this graph before, and the inputs are those of a call.

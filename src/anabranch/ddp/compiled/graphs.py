@@ -1,4 +1,4 @@
-"""The graphs that torch.compile has made of one model: where each is cut, and what stands in the way."""
+"""The graphs that torch.compile has made of one model: where each is cut, and why some cannot be."""
 
 import sys
 import weakref
@@ -9,8 +9,15 @@ from typing import Any
 
 from torch import fx, nn
 
-from anabranch.ddp.compiled.cuts import Cuts, GraphShape, cuts_for, fine_cuts, is_connected
-from anabranch.ddp.compiled.graph_shape import has_dynamic_shapes, shape_of
+from anabranch.ddp.compiled.cuts import (
+    Cuts,
+    GraphShape,
+    cuts_for,
+    fine_cuts,
+    has_dynamic_shapes,
+    is_connected,
+    shape_of,
+)
 
 Compiled = Callable[..., Any]
 # Compiles a graph in parts, given its inputs; at first inside torch's own compilation, ``again`` outside of it.
@@ -47,7 +54,7 @@ class CompiledGraphs:
         self._parts: Parts | None = None
         self._settled = False
         self._notes: dict[str, None] = {}  # in the order in which they were found
-        self._graphs: list[weakref.ref[CutGraph]] = []  # weak: torch drops graphs that it compiles anew
+        self._graphs: list[weakref.ref[CutGraph]] = []  # weak: torch drops graphs that it compiles again
         self._installed = False
         self._codes: set[CodeType] = set()  # of the forward methods of the module's parts
         self.round = 0  # counts the changes of ``_parts``
@@ -102,7 +109,7 @@ class CompiledGraphs:
         is_dynamic = bool(fine) and has_dynamic_shapes(graph.graph)
         if is_dynamic:
             self.note(DYNAMIC_SHAPES)
-            self._settle_like(shape)  # torch has compiled them anew, for all shapes
+            self._settle_like(shape)  # torch has compiled them again, for all shapes
             if self._parts is None:
                 return None  # fine cuts would stay for good, whatever they cost
         sample = names.index(next(iter(shape.first_use)))
@@ -123,7 +130,7 @@ class CompiledGraphs:
                 graph.settle()
 
     def note(self, obstacle: str) -> None:
-        """Remember what stands in the way of the plan, for explain()."""
+        """Remember an obstacle to cutting by the plan, for explain()."""
         self._notes[obstacle] = None
 
     def note_compiled(self, seconds: float) -> None:
@@ -178,7 +185,7 @@ class CompiledGraphs:
             self.note(_uncut_reason() or what)
 
     def lines(self) -> list[str]:
-        """For explain(): how graphs are cut, what compiling took, and what stands in the way of the plan."""
+        """For explain(): how graphs are cut, what compiling took, and obstacles to cutting by the plan."""
         lines = []
         if graphs := self._alive:
             parts = sum(len(graph.cuts) + 1 for graph in graphs)

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from anabranch.exchange.collectives import ResidualState
 from anabranch.exchange.contracts import Group
 from anabranch.exchange.dense import all_finite
 from anabranch.exchange.error_samples import Velocity
@@ -106,8 +105,8 @@ class ResidualMemory:
         self._residual_flush.set_sparse_names(kept)
         self._sizes.clear()
 
-    def store_residuals(self, how: str, settle: Callable[[ResidualState], object]) -> None:
-        self._state.store_as(STORED.get(how), settle)
+    def store_residuals(self, how: str) -> None:
+        self._state.store_as(STORED.get(how))
 
     def summary(self) -> list[str]:
         lines = []

@@ -9,7 +9,7 @@ still read records the stream.
 """
 
 import logging
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise, zip_longest
@@ -229,12 +229,11 @@ class SparseState:
             else:
                 self.unbucketed[name] = piece
 
-    def store_as(self, form: BlockFormat | None, settle: Callable[[BucketState], object]) -> None:
-        """From now on residuals are stored in this format; ``settle`` is called with each bucket in turn."""
+    def store_as(self, form: BlockFormat | None) -> None:
+        """From now on residuals are stored in this format."""
         self._form = form
         for state in self._buckets.values():
             state.store_as(form, self.rank)
-            settle(state)
 
     def rescale(self, scale: float) -> None:
         """From now on gradients are those of a loss times ``scale``: rescale all residuals to match."""

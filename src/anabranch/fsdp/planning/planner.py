@@ -115,7 +115,7 @@ def _how_many(count: int, bounded: bool) -> int:
 
 
 def _all(count: int, bounded: bool) -> Iterator[Candidate]:
-    """Every candidate of so many blocks that can be the best."""
+    """Every candidate of ``count`` blocks that can be the best."""
     for cuts in range(count):
         for inner in combinations(range(1, count), cuts):
             edges, units = (0, *inner, count), cuts + 1

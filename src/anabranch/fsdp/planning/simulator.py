@@ -96,7 +96,7 @@ def peak_nbytes(trace: ShardedTrace, plan: ShardingPlan) -> int:
 def host_order(reshard: Sequence[bool], prefetch: int) -> Iterator[Action]:
     """What FSDP2 does in a step, in the order of its host program; unit i is resharded after forward if reshard[i]."""
     count = len(reshard)
-    there: set[int] = set()  # gathered, or on the way
+    there: set[int] = set()  # gathered, or being gathered
 
     def gathers(units: range) -> Iterator[Action]:
         for unit in units:

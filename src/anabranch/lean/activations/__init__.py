@@ -1,1 +1,1 @@
-"""Activations kept, offloaded to host memory or recomputed, block by block; usable without lean/."""
+"""Activations kept or recomputed, block by block."""

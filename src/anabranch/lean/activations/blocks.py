@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 from torch import nn
 
-REST = ""  # stands for what is saved outside all blocks
-END = "(end)"  # stands for what is saved after the last block: backward begins with it, so it is not worth offloading
+REST = ""  # the name of what is saved outside all blocks
+END = "(end)"  # the name of what is saved after the last block: backward begins with it
 CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 

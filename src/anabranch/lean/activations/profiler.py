@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, Never, Self
 
 import torch
 from torch import nn
@@ -14,8 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from anabranch.lean.activations.blocks import END, REST, Block, blocks_of
 from anabranch.lean.activations.cost_model import Action, BlockCosts
-from anabranch.lean.activations.offloader import Offloader
-from anabranch.lean.activations.recompute import BlockRange, LastBlock, PatchedModel
+from anabranch.lean.activations.recompute import BlockRange, PatchedModel
 from anabranch.lean.activations.side_effects import NoSideEffects, copy_containers
 from anabranch.observe.clock import Clock, clock_for
 from anabranch.observe.step_timer import StepObserver, StepTimer, tensors_in
@@ -23,12 +22,29 @@ from anabranch.planning.memory import CONVOLUTION_WORKSPACE
 
 KEEPS_STATE = (
     "if it keeps something for later, such as a cache of keys and values, it cannot be recomputed. Switch that off (in "
-    "transformers: use_cache=False), or use Activations(mode='keep') or 'offload'"
+    "transformers: use_cache=False), or use Activations(mode='keep')"
 )
 # Gradients as large as the largest activation that exist at once: an operation's own and its input's.
 WORK_TENSORS = 2
 
-_Storages = Mapping[StorageWeakRef, int]  # bytes by storage
+
+class SavedBytes:
+    """The bytes of what autograd saves, each storage once; parameters and buffers of ``modules`` do not count."""
+
+    def __init__(self, *modules: nn.Module) -> None:
+        self.by_storage: dict[StorageWeakRef, int] = {}  # weak, so that no other storage gets the same address
+        self.nbytes = 0
+        self.largest_nbytes = 0  # since it was last set to 0
+        held = (tensor for module in modules for tensor in (*module.parameters(), *module.buffers()))
+        self._persistent = {StorageWeakRef(tensor.untyped_storage()) for tensor in held}
+
+    def count(self, tensor: torch.Tensor) -> None:
+        """Count the storage of a tensor that autograd saves."""
+        storage = StorageWeakRef(tensor.untyped_storage())
+        if storage not in self._persistent and storage not in self.by_storage:
+            self.by_storage[storage] = nbytes = tensor.untyped_storage().nbytes()
+            self.nbytes += nbytes
+            self.largest_nbytes = max(self.largest_nbytes, nbytes)
 
 
 @dataclass
@@ -36,13 +52,12 @@ class BlockProfile:
     """Measurements of one block in one step, over all its runs so far."""
 
     block: Block
-    runs: list[tuple[object, object]]  # clock marks at the begin and the end of each run
+    runs: list[tuple[object, object]]  # clock marks at the start and the end of each run
     inner_nbytes: int
     input_nbytes: int
     saved_output_nbytes: int
     largest_nbytes: int
     recomputes: bool
-    shared_nbytes: int = 0
     workspace_nbytes: int = 0  # of its convolutions
     gradient_ready: object | None = None  # clock mark when the gradient of its output was ready
 
@@ -59,44 +74,44 @@ class BlockProfile:
 class BlockProfiler(StepObserver):
     """Measures the blocks of a live model while it trains, without ever keeping the activations of two blocks.
 
-    Every block is recomputed from an offloaded input. Before that it runs once more, only to be measured: what autograd
-    wants to save in that run is counted and dropped. Random numbers, statistics and buffers are as without it. If a
-    step has several forwards before its backward, all are counted.
+    Every block is recomputed. Before that it runs once more, only to be measured: what autograd wants to save in that
+    run is counted and dropped. Random numbers, statistics and buffers are as without it. If a step has several forwards
+    before its backward, all are counted.
 
     convolution_workspace   what a convolution needs for itself, times the bytes of its tensors; None: as on the device
     clock                   by which blocks are timed; None: that of the device
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        offloader: Offloader,
-        convolution_workspace: float | None = None,
-        clock: Clock | None = None,
+        self, model: nn.Module, convolution_workspace: float | None = None, clock: Clock | None = None
     ) -> None:
+        parameter = next(model.parameters(), None)
+        if parameter is None:
+            raise ValueError("the model has no parameters: expected one to train, on the device that it computes on")
         self.steps = 0  # whose backward is over
-        self.last: LastBlock | None = None
-        self._clock: Clock = clock or clock_for(offloader.device)
-        self._offloader = offloader
+        self._device = parameter.device
+        self._clock: Clock = clock or clock_for(self._device)
         self._profiles: dict[str, BlockProfile] = {}
         self._previous: tuple[BlockProfile, set[StorageWeakRef]] | None = None  # the block before, and its output
         self._gradients: list[tuple[str, object]] = []  # blocks and clock marks in the order of backward
-        self._runs: dict[str, int] = {}  # of each block in this forward
         self._in_backward = False
         self._backward_end: object | None = None
-        self._counted_nbytes = 0  # offloaded before this forward, and in its blocks
-        self._rest_nbytes = 0  # saved outside all blocks, before the end of the last one
-        self._end_nbytes = 0  # saved after the last block
+        self._model = model
+        self._outside = SavedBytes(model)  # what is saved in this step; of recomputed blocks their inputs
+        self._in_blocks_nbytes = 0  # of it in blocks
+        self._rest_nbytes = 0  # of it outside all blocks, before the end of the last one
+        self._end_nbytes = 0  # and after it
         self._largest_before_nbytes = 0  # the largest storage saved before the first block
         self._largest_after_nbytes = 0  # and after the last one
-        on_gpu = offloader.device.type == "cuda"
-        usual = CONVOLUTION_WORKSPACE if on_gpu else 0.0
+        usual = CONVOLUTION_WORKSPACE if self._device.type == "cuda" else 0.0
         self._convolution_workspace = usual if convolution_workspace is None else convolution_workspace
         self._convolved_nbytes = 0  # tensors of the largest convolution, since a block began or ended
         self._rest_convolved_nbytes = 0  # the same outside all blocks, before the end of the last one
         self._end_convolved_nbytes = 0  # and after it
-        actions: dict[str, Action] = {block.name: "recompute+offload" for block in blocks_of(model)}
-        self._patched = PatchedModel(model, {**actions, REST: "offload"}, offloader, self._run_profiled)
+        actions: dict[str, Action] = {block.name: "recompute" for block in blocks_of(model)}
+        self._patched = PatchedModel(model, actions, self._run_profiled)
+        if not self._patched.patches(model):  # else nothing is outside
+            self._patched.patch_forward(model, self._run_outside)
         self._attached = ExitStack()
         self._attached.callback(model.register_forward_pre_hook(self._forward_begins).remove)
         for part in model.modules() if self._convolution_workspace else ():
@@ -119,7 +134,7 @@ class BlockProfiler(StepObserver):
         """Return the costs measured in the last step, in the order of forward; what is outside all blocks comes first.
 
         What follows the last block is differentiated first, while everything is on the device: it comes last, as
-        ``END``. It is never offloaded, since it would be fetched at once.
+        ``END``.
         """
         self._clock.settle()
         marks = [mark for _, mark in self._gradients] + [self._backward_end]
@@ -131,7 +146,7 @@ class BlockProfiler(StepObserver):
         return [
             BlockCosts(REST, 0.0, 0.0, self._rest_nbytes, 0, recomputes=False, work_nbytes=rest_work),
             *(self._costs_of(profile, backward_s.get(name, 0.0)) for name, profile in self._profiles.items()),
-            BlockCosts(END, 0.0, 0.0, self._end_nbytes, 0, recomputes=False, work_nbytes=end_work, offloads=False),
+            BlockCosts(END, 0.0, 0.0, self._end_nbytes, 0, recomputes=False, work_nbytes=end_work),
         ]
 
     def _costs_of(self, profile: BlockProfile, backward_s: float) -> BlockCosts:
@@ -142,7 +157,6 @@ class BlockProfiler(StepObserver):
             max(backward_s - forward_s, 0.0),
             profile.inner_nbytes,
             profile.input_nbytes,
-            profile.shared_nbytes,
             profile.block.joins and len(profile.runs) == 1,
             profile.recomputes,
             WORK_TENSORS * profile.largest_nbytes + profile.workspace_nbytes,
@@ -164,6 +178,19 @@ class BlockProfiler(StepObserver):
     def _workspace_nbytes(self, convolved_nbytes: int) -> int:
         return int(self._convolution_workspace * convolved_nbytes)
 
+    def _run_outside(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Run the model's own forward, and count what it saves outside its blocks."""
+        # Of nested hooks torch calls the innermost only: inside the user's own, ours would take their place.
+        if not torch.is_grad_enabled() or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+            return function(*args, **kwargs)
+
+        def pack(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
+            self._outside.count(tensor)
+            return tensor.detach(), tensor._version  # the tensor itself would make a cycle with its graph
+
+        with saved_tensors_hooks(pack, _unchanged):
+            return function(*args, **kwargs)
+
     def _run_profiled(
         self, blocks: BlockRange, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> Any:
@@ -172,14 +199,15 @@ class BlockProfiler(StepObserver):
             return function(*args, **kwargs)
         block = blocks.blocks[0]
         profile = self._measured_run(block, function, args, kwargs)
-        blocks.action = "recompute+offload" if profile.recomputes else "offload"
-        before_nbytes = self._offloader.counts.offloaded_nbytes
+        blocks.action = "recompute" if profile.recomputes else "keep"
+        before_nbytes = self._outside.nbytes
         try:
             output = blocks.run(function, args, kwargs)
         except RuntimeError as error:
             error.add_note(f"block {block.name!r} was run twice, to measure it: {KEEPS_STATE}")
             raise
-        self._block_ran(profile, output, self._offloader.counts.offloaded_nbytes - before_nbytes)
+        self._in_blocks_nbytes += self._outside.nbytes - before_nbytes
+        self._block_ran(profile, output)
         return output
 
     def _measured_run(
@@ -187,17 +215,22 @@ class BlockProfiler(StepObserver):
     ) -> BlockProfile:
         """Run a block only to measure it; its output is dropped."""
         if not self._profiles:
-            self._largest_before_nbytes = self._offloader.counts.largest_nbytes
+            self._largest_before_nbytes = self._outside.largest_nbytes
         self._rest_convolved_nbytes = max(self._rest_convolved_nbytes, self._convolved_nbytes)
         self._convolved_nbytes = 0
         inputs = {StorageWeakRef(tensor.untyped_storage()): tensor for tensor in tensors_in((args, kwargs))}
         versions = [tensor._version for tensor in inputs.values()]
-        saved = SavedBytesCounter(block)
-        no_side_effects = NoSideEffects(block.modules)
+        saved, no_side_effects = SavedBytes(*block.modules), NoSideEffects(block.modules)
+
+        def is_used(packed: object) -> Never:  # noqa: ARG001 - nothing of this run is differentiated
+            raise RuntimeError(
+                f"block {block.name!r} was run twice, and something of its first run is used: {KEEPS_STATE}"
+            )
+
         own_args, own_kwargs = copy_containers(args, kwargs)
-        devices = [self._offloader.device] if self._offloader.device.type == "cuda" else []
-        with torch.random.fork_rng(devices), no_side_effects, saved_tensors_hooks(saved.pack, saved.unpack):
-            begin = self._clock.mark()
+        devices = [self._device] if self._device.type == "cuda" else []
+        with torch.random.fork_rng(devices), no_side_effects, saved_tensors_hooks(saved.count, is_used):
+            start = self._clock.mark()
             output = function(*own_args, **own_kwargs)
             end = self._clock.mark()
         if versions != [tensor._version for tensor in inputs.values()]:
@@ -205,45 +238,33 @@ class BlockProfiler(StepObserver):
                 f"block {block.name!r} changes its input in place, so it cannot be recomputed from it: expected an "
                 "input that stays as it is; make its first operation one that is not in place"
             )
-        input_nbytes = {storage: tensor.untyped_storage().nbytes() for storage, tensor in inputs.items()}
-        output_nbytes = {
-            StorageWeakRef(tensor.untyped_storage()): tensor.untyped_storage().nbytes() for tensor in tensors_in(output)
-        }
-        inner_nbytes = {storage: nbytes for storage, nbytes in saved.nbytes.items() if storage not in inputs}
+        input_nbytes = sum(tensor.untyped_storage().nbytes() for tensor in inputs.values())
+        outputs = {StorageWeakRef(tensor.untyped_storage()): tensor for tensor in tensors_in(output)}
+        inner_nbytes = {storage: nbytes for storage, nbytes in saved.by_storage.items() if storage not in inputs}
+        output_nbytes = [tensor.untyped_storage().nbytes() for tensor in outputs.values()]
         profile = BlockProfile(
             block,
-            [(begin, end)],
+            [(start, end)],
             inner_nbytes=sum(inner_nbytes.values()),
-            input_nbytes=sum(input_nbytes.values()),
-            saved_output_nbytes=sum(nbytes for storage, nbytes in inner_nbytes.items() if storage in output_nbytes),
-            largest_nbytes=max([0, *output_nbytes.values(), *saved.nbytes.values()]),
+            input_nbytes=input_nbytes,
+            saved_output_nbytes=sum(nbytes for storage, nbytes in inner_nbytes.items() if storage in outputs),
+            largest_nbytes=max([saved.largest_nbytes, *output_nbytes]),
             recomputes=no_side_effects.changed is None,
         )
-        self._count_shared_input(profile, input_nbytes)
+        if self._previous is not None and not self._previous[1].isdisjoint(inputs):
+            before = self._previous[0]  # what it has saved of its output is counted once, as the input of this block
+            before.inner_nbytes -= min(before.saved_output_nbytes, input_nbytes)
         if (earlier := self._profiles.get(block.name)) is not None:
             profile.add_earlier_runs(earlier)
         self._profiles[block.name] = profile
         return profile
 
-    def _count_shared_input(self, profile: BlockProfile, inputs: _Storages) -> None:
-        """Count once what the block before has saved of its output, if that is this block's input."""
-        if self._previous is None:
-            return
-        before, output = self._previous
-        if not output.isdisjoint(inputs):
-            profile.shared_nbytes = min(before.saved_output_nbytes, profile.input_nbytes)
-            before.inner_nbytes -= profile.shared_nbytes
-
-    def _block_ran(self, profile: BlockProfile, output: Any, offloaded_nbytes: int) -> None:
+    def _block_ran(self, profile: BlockProfile, output: Any) -> None:
         """Note a run that was for the result."""
-        name = profile.block.name
         returned = tensors_in(output)
         self._previous = (profile, {StorageWeakRef(tensor.untyped_storage()) for tensor in returned})
-        self._runs[name] = self._runs.get(name, 0) + 1
-        self.last = LastBlock(name, self._runs[name])
-        self._counted_nbytes += offloaded_nbytes
-        self._rest_nbytes = self._offloader.counts.offloaded_nbytes - self._counted_nbytes
-        self._offloader.counts.largest_nbytes = 0
+        self._rest_nbytes = self._outside.nbytes - self._in_blocks_nbytes - self._end_nbytes
+        self._outside.largest_nbytes = 0
         profile.workspace_nbytes = max(profile.workspace_nbytes, self._workspace_nbytes(self._convolved_nbytes))
         self._convolved_nbytes = 0
 
@@ -251,7 +272,7 @@ class BlockProfiler(StepObserver):
             if profile.gradient_ready is None:
                 profile.gradient_ready = self._clock.mark()
                 self._backward_begins()
-                self._gradients.append((name, profile.gradient_ready))
+                self._gradients.append((profile.block.name, profile.gradient_ready))
 
         for tensor in returned:
             if tensor.grad_fn is not None:
@@ -266,21 +287,19 @@ class BlockProfiler(StepObserver):
             self._gradients = []
             self._in_backward = False
         if not self._profiles:
-            self._counted_nbytes = self._offloader.counts.offloaded_nbytes
-            self._end_nbytes = 0
+            self._outside = SavedBytes(self._model)
+            self._in_blocks_nbytes = self._rest_nbytes = self._end_nbytes = 0
             self._rest_convolved_nbytes = 0
         self._previous = None
-        self._runs = {}
-        self._offloader.counts.largest_nbytes = 0
+        self._outside.largest_nbytes = 0
         self._convolved_nbytes = 0
 
     def on_forward_end(self, averaged: bool) -> Callable[[], None]:  # noqa: ARG002
-        outside_nbytes = self._offloader.counts.offloaded_nbytes - self._counted_nbytes
-        if not self._runs:  # a model without blocks has no end
-            self._rest_nbytes = outside_nbytes
-        self._end_nbytes += outside_nbytes - self._rest_nbytes
-        self._counted_nbytes += outside_nbytes - self._rest_nbytes
-        self._largest_after_nbytes = self._offloader.counts.largest_nbytes
+        outside_nbytes = self._outside.nbytes - self._in_blocks_nbytes
+        if self._previous is None:  # a model without blocks has no end
+            self._rest_nbytes = outside_nbytes - self._end_nbytes
+        self._end_nbytes = outside_nbytes - self._rest_nbytes
+        self._largest_after_nbytes = self._outside.largest_nbytes
         self._end_convolved_nbytes = self._convolved_nbytes
         return self._backward_begins  # blocks may get no gradient
 
@@ -294,21 +313,13 @@ class BlockProfiler(StepObserver):
         self.steps += 1
 
 
-class SavedBytesCounter:
-    """Saved-tensor hooks that count the bytes of each storage once and drop it; not parameters and buffers."""
-
-    def __init__(self, block: Block) -> None:
-        self.nbytes: dict[StorageWeakRef, int] = {}  # weak references, so that no other storage gets the same address
-        self._name = block.name
-        held = (tensor for module in block.modules for tensor in (*module.parameters(), *module.buffers()))
-        self._persistent = {StorageWeakRef(tensor.untyped_storage()) for tensor in held}
-
-    def pack(self, tensor: torch.Tensor) -> None:
-        """Count a tensor that autograd saves."""
-        storage = StorageWeakRef(tensor.untyped_storage())
-        if storage not in self._persistent:
-            self.nbytes[storage] = tensor.untyped_storage().nbytes()
-
-    def unpack(self, packed: object) -> torch.Tensor:  # noqa: ARG002
-        """Raise: nothing of the measured run is differentiated, unless the block has kept something of it."""
-        raise RuntimeError(f"block {self._name!r} was run twice, and something of its first run is used: {KEEPS_STATE}")
+def _unchanged(saved: tuple[torch.Tensor, int]) -> torch.Tensor:
+    """The saved tensor. Under hooks torch does not check for changes in place, so this does."""
+    tensor, version = saved
+    if tensor._version != version:
+        raise RuntimeError(
+            f"a tensor of shape {tuple(tensor.shape)} that backward needs has been modified by an inplace operation "
+            f"since it was saved: it is at version {tensor._version}, expected {version}; use the operation that is "
+            "not in place, or clone first"
+        )
+    return tensor

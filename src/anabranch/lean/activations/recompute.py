@@ -1,9 +1,9 @@
 """Carries out the actions chosen for a model's blocks by replacing their forward: no wrappers, so no names change."""
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import nullcontext
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -11,29 +11,19 @@ from torch._compile import _disable_dynamo
 from torch.utils.checkpoint import checkpoint
 
 from anabranch.lean.activations.blocks import END, REST, Block, blocks_of
-from anabranch.lean.activations.cost_model import ACTIONS, OFFLOADED, RECOMPUTED, Action
-from anabranch.lean.activations.offloader import Offloader
+from anabranch.lean.activations.cost_model import ACTIONS, Action
 from anabranch.lean.activations.side_effects import BufferSnapshot, FrozenStatistics, ReplayableCall
 
 COMPILED = "_compiled_call_impl"  # of torch: the attribute that module.compile() sets, and that a call runs
 Run = Callable[[Callable[..., Any], tuple[Any, ...], Mapping[str, Any]], Any]  # calls a function with its arguments
 
 
-class LastBlock(NamedTuple):
-    """The block that runs last in a forward, and how often it runs in it."""
-
-    name: str
-    runs: int
-
-
 class BlockRange:
     """Consecutive blocks that have one action together: one block, and those that join it."""
 
-    def __init__(self, action: Action, blocks: Sequence[Block], offloader: Offloader | None) -> None:
+    def __init__(self, action: Action, blocks: Sequence[Block]) -> None:
         self.action = action
         self.blocks = list(blocks)
-        self.after_run: Callable[[], None] | None = None
-        self._offloader = offloader
         self._statistics: FrozenStatistics | None = None  # made in the first run
 
     @property
@@ -43,18 +33,8 @@ class BlockRange:
 
     def run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Call a function that runs the blocks, and carry out the action; without gradients, only call it."""
-        if not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() or self.action == "keep":
             return function(*args, **kwargs)
-        with self._offloader_hooks():
-            if self.action in RECOMPUTED:
-                output = self._checkpointed(function, args, kwargs)
-            else:
-                output = function(*args, **kwargs)
-        if self.after_run is not None:
-            self.after_run()
-        return output
-
-    def _checkpointed(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         buffers = BufferSnapshot(self.modules) if self._statistics is None else None  # checked in the first run only
         statistics = self._statistics = self._statistics or FrozenStatistics(self.modules)
         call = ReplayableCall(function, args, kwargs)  # so that no keyword can clash with one of checkpoint's own
@@ -64,47 +44,9 @@ class BlockRange:
         if buffers is not None and (changed := buffers.changed()) is not None:
             raise ValueError(
                 f"block {self.blocks[0].name!r} changes its buffer {changed!r} in forward, so that computing it "
-                "again gives something else: use Activations with mode 'keep', 'offload' or 'auto'"
+                "again gives something else: use Activations with mode 'keep' or 'auto'"
             )
         return output
-
-    def _offloader_hooks(self) -> AbstractContextManager[None]:
-        if self._offloader is None:
-            return nullcontext()
-        if self.action in OFFLOADED:
-            return self._offloader.hooks(*self.modules)
-        return self._offloader.keep()
-
-
-class OutsideBlocks:
-    """The model's own forward: offloads what is saved outside all blocks, but keeps what the end of forward saves.
-
-    The end begins when ``last_block_ran`` was called ``runs`` times in a forward; with 0 everything is offloaded.
-    """
-
-    def __init__(self, model: nn.Module, offloader: Offloader, runs: int) -> None:
-        self._model = model
-        self._offloader = offloader
-        self._runs = runs
-        self._runs_left = 0
-        self._open: ExitStack | None = None  # while the model's forward runs
-
-    def last_block_ran(self) -> None:
-        """Note a run of the block that runs last."""
-        self._runs_left -= 1
-        if self._runs_left == 0 and self._open is not None:
-            self._open.enter_context(self._offloader.keep())
-
-    def run(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Call the model's forward."""
-        if not torch.is_grad_enabled():
-            return function(*args, **kwargs)
-        self._runs_left = self._runs
-        try:
-            with self._offloader.hooks(self._model), ExitStack() as self._open:
-                return function(*args, **kwargs)
-        finally:
-            self._open = None
 
 
 class ModuleForward:
@@ -170,33 +112,21 @@ def _run_in_order(modules: Sequence[nn.Module], value: Any) -> Any:
 
 
 class PatchedModel:
-    """A model whose blocks' activations are treated as chosen until ``undo()``; blocks without an action run as before.
+    """A model whose blocks' activations are treated as chosen until ``undo()``; blocks that are kept run as before.
 
-    What is saved outside all blocks has an action under the name ``REST``. What is saved after the last block has run
-    can be kept all the same, under the name ``END``: ``last`` says which block that is. ``run`` runs a range of blocks;
-    the profiler puts its own measurement around it.
+    ``run`` runs a range of blocks; the profiler puts its measurement around it, also around blocks that are kept.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        actions: Mapping[str, Action],
-        offloader: Offloader | None = None,
-        run: Callable[..., Any] = BlockRange.run,
-        last: LastBlock | None = None,
-    ) -> None:
+    def __init__(self, model: nn.Module, actions: Mapping[str, Action], run: Callable[..., Any] | None = None) -> None:
         blocks = {block.name: block for block in blocks_of(model)}
-        _check(blocks, actions, offloader)
+        _check(blocks, actions)
         self.actions = dict(actions)
         self._replaced: list[tuple[nn.Module, str, Any]] = []  # modules, attributes, and what these were
-        range_of = self._patch_blocks(blocks, offloader, run)
-        patched = [module for module, *_ in self._replaced]
-        if actions.get(REST, "keep") == "offload" and model not in patched:  # else nothing is outside
-            assert offloader is not None
-            outside = OutsideBlocks(model, offloader, last.runs if last is not None else 0)
-            self._patch_forward(model, outside.run)
-            if last is not None and last.name in range_of and actions.get(END) == "keep":
-                range_of[last.name].after_run = outside.last_block_ran
+        self._patch_blocks(blocks, run or BlockRange.run, also_kept=run is not None)
+
+    def patches(self, module: nn.Module) -> bool:
+        """Whether the forward of this module is replaced."""
+        return any(module is replaced for replaced, *_ in self._replaced)
 
     def undo(self) -> None:
         """Give every module its own forward back."""
@@ -207,36 +137,31 @@ class PatchedModel:
             else:
                 module.__dict__[attribute] = before
 
-    def _patch_blocks(
-        self, blocks: Mapping[str, Block], offloader: Offloader | None, run: Callable[..., Any]
-    ) -> dict[str, BlockRange]:
-        """Replace the forwards of all blocks that have an action; return the range that each block is in."""
-        range_of: dict[str, BlockRange] = {}
+    def _patch_blocks(self, blocks: Mapping[str, Block], run: Callable[..., Any], also_kept: bool) -> None:
         in_sequential: dict[nn.Module, list[BlockRange]] = {}
         for name, block in blocks.items():
             action = self.actions.get(name)
-            if action is None or (action == "keep" and self.actions.get(REST, "keep") == "keep"):
-                continue  # nothing to do: what compiles the whole model compiles it, too
+            if action is None or (action == "keep" and not also_kept):
+                continue  # what compiles the whole model compiles it, too
             if action == "join":
-                range_of[name] = in_sequential[block.module][-1]
-                range_of[name].blocks.append(block)
+                in_sequential[block.module][-1].blocks.append(block)
                 continue
-            own = range_of[name] = BlockRange(action, [block], offloader)
+            own = BlockRange(action, [block])
             if block.children:
                 in_sequential.setdefault(block.module, []).append(own)
             else:
                 self._patch_block(block.module, partial(run, own))
         for module, ranges in in_sequential.items():
             self._replace(module, "forward", SequentialForward(module, [(each, partial(run, each)) for each in ranges]))
-        return range_of
 
     def _patch_block(self, module: nn.Module, run: Run) -> None:
-        self._patch_forward(module, run)  # all that torch looks at where it compiles what calls the module
+        self.patch_forward(module, run)  # all that torch looks at where it compiles what calls the module
         compiled = module.__dict__.get(COMPILED)
         if compiled is not None:
             self._replace(module, COMPILED, CompiledCall(module, run, compiled), compiled)
 
-    def _patch_forward(self, module: nn.Module, run: Run) -> None:
+    def patch_forward(self, module: nn.Module, run: Run) -> None:
+        """Let ``run`` call the module's forward."""
         # What torch.compile(module) returns has a compiled forward; only a program that compiles imports its class.
         compiled = module.__dict__["forward"] if "_orig_mod" in module._modules else None
         self._replace(module, "forward", ModuleForward(module, run, compiled), compiled)
@@ -259,20 +184,18 @@ def recompute(model: nn.Module) -> PatchedModel:
     return PatchedModel(model, dict.fromkeys((block.name for block in blocks_of(model)), "recompute"))
 
 
-def _check(blocks: Mapping[str, Block], actions: Mapping[str, Action], offloader: Offloader | None) -> None:
+def _check(blocks: Mapping[str, Block], actions: Mapping[str, Action]) -> None:
     for name, action in actions.items():
-        if name in (REST, END) and action not in ("keep", "offload"):
-            raise ValueError(f"action of what is outside all blocks is {action!r}: expected 'keep' or 'offload'")
+        if name in (REST, END) and action != "keep":
+            raise ValueError(f"action of what is outside all blocks is {action!r}: expected 'keep'")
         if name not in (REST, END) and name not in blocks:
             known = ", ".join(blocks) or "none: it has no repeated blocks"
             raise ValueError(f"no block is called {name!r}: expected one of blocks_of(model), which are {known}")
         if action not in ACTIONS:
             raise ValueError(f"action of block {name!r} is {action!r}: expected one of {', '.join(ACTIONS)}")
-        if offloader is None and action in OFFLOADED:
-            raise ValueError(f"action of block {name!r} is {action!r}, but there is no offloader: give one")
     before: Action | None = None
     for name, block in blocks.items():
         chosen = actions.get(name)
-        if chosen == "join" and not (block.joins and before in RECOMPUTED):
+        if chosen == "join" and not (block.joins and before in ("recompute", "join")):
             raise ValueError(f"block {name!r} cannot join the one before it: expected that to be recomputed too")
         before = chosen

@@ -1,1 +1,1 @@
-"""Every rival and every plan of ours, measured in turn on the same model, ranks and network."""
+"""``anabranch bench``: stock DDP, its settings and hooks, and our plans, in turn on the same model and ranks."""

@@ -37,7 +37,7 @@ EnteredStep = AbstractContextManager[Callable[[], None]]  # yields a function th
 
 @dataclass(frozen=True, slots=True)
 class Contestant:
-    """A way to run the step. ``enter`` sets it up; it needs ``warmup`` steps before it can be timed.
+    """A competitor that runs the step. ``enter`` sets it up; it needs ``warmup`` steps before it can be timed.
 
     ``plan``: its buckets, and ``predicted_s``: the predicted step, where these are known.
     """

@@ -176,7 +176,7 @@ def _tuned(
     for _ in range(MAX_TUNING_STEPS):
         step(parallel)
         progress.step_done()
-        if parallel.timeline is not None:  # of the chosen layout
+        if parallel.timeline is not None:  # it has chosen a layout
             if parallel.network is None:  # its search had used up its budget, such as where steps vary by much
                 raise RuntimeError(
                     "DataParallel has measured no network, which the other contestants need: run it again, on a "

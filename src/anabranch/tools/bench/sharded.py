@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from functools import partial
 
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from anabranch.exchange.agree import from_all_ranks
@@ -25,44 +24,42 @@ LOCAL_WORLD_SIZE = "LOCAL_WORLD_SIZE"
 
 
 def sharded_contestants(workload: Workload, names: Sequence[str]) -> list[Contestant]:
-    """One for each of these ways, on a model of its own that is kept between its turns. Collective.
+    """One contestant per sharding mode, on a model of its own that is kept between its turns. Collective.
 
     Where units are planned, steps of the other layouts on the same mesh with the same exchange are predicted, too.
     """
-    ways = [sharding_mode(name) for name in names]
-    meshes = {nodes: _mesh(workload, nodes) for nodes in sorted({way.nodes for way in ways})}
+    modes = [sharding_mode(name) for name in names]
+    meshes = {nodes: _mesh(workload, nodes) for nodes in sorted({mode.nodes for mode in modes})}
     found = {
-        (way.nodes, way.exchange): _found(workload, way, meshes[way.nodes]) for way in ways if way.units == PLANNED
+        (mode.nodes, mode.exchange): _found(workload, mode, meshes[mode.nodes])
+        for mode in modes
+        if mode.units == PLANNED
     }
-    return [_contestant(workload, way, meshes[way.nodes], found.get((way.nodes, way.exchange))) for way in ways]
+    return [_contestant(workload, mode, meshes[mode.nodes], found.get((mode.nodes, mode.exchange))) for mode in modes]
 
 
-def _contestant(workload: Workload, way: ShardingMode, mesh: DeviceMesh, found: FoundSharding | None) -> Contestant:
+def _contestant(workload: Workload, mode: ShardingMode, mesh: DeviceMesh, found: FoundSharding | None) -> Contestant:
     model, step = workload.build()
-    plan = way.per_block(block_names(model) if found is None else found.default.names)  # in the order of forward
-    if found is not None and way.units == PLANNED:
+    plan = mode.per_block(block_names(model) if found is None else found.default.names)  # in the order of forward
+    if found is not None and mode.units == PLANNED:
         plan = found.plan
-    if way.exchange == DENSE:
+    if mode.exchange == DENSE:
         shard(model, mesh, plan)
     else:
         shard(model, mesh["shard"], plan)
-        replicate(model, mesh, compress=_compress(way))
+        replicate(model, mesh, compress=_compress(mode))
     predicted_s = None if found is None else found.predicted_s(plan)
-    return Contestant(way.title, partial(unwrapped, partial(step, model)), None, predicted_s)
+    return Contestant(mode.title, partial(unwrapped, partial(step, model)), None, predicted_s)
 
 
-def _found(workload: Workload, way: ShardingMode, mesh: DeviceMesh) -> FoundSharding:
+def _found(workload: Workload, mode: ShardingMode, mesh: DeviceMesh) -> FoundSharding:
     _, step = workload.build()
-
-    def build() -> nn.Module:
-        return workload.build()[0]
-
-    return find_sharding(build, mesh, step, compress=_compress(way))
+    return find_sharding(lambda: workload.build()[0], mesh, step, compress=_compress(mode))
 
 
-def _compress(way: ShardingMode) -> Compress:
-    """What ``ab.replicate`` is given for the exchange of a way."""
-    return None if way.exchange == DENSE else compression(way.exchange)
+def _compress(mode: ShardingMode) -> Compress:
+    """The ``compress`` of ``ab.replicate`` for a mode's exchange between nodes."""
+    return None if mode.exchange == DENSE else compression(mode.exchange)
 
 
 def _mesh(workload: Workload, nodes: bool) -> DeviceMesh:

@@ -1,4 +1,4 @@
-"""Workload: what a benchmark trains: a well-known model with a synthetic batch, or the replay of a trace."""
+"""What a benchmark trains: a well-known model with a synthetic batch, or the replay of a trace."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from anabranch.values.trace import Trace
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """A model to train. ``build`` makes it anew, with its step, which takes the model or a wrapper around it.
+    """A model to train. ``build`` makes a new one, with its step, which takes the model or a wrapper around it.
 
     ``batch`` is the number of images or sequences (``unit``) per rank and step.
     """

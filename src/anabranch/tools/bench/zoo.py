@@ -52,7 +52,7 @@ SIZES: dict[str, dict[str, Any]] = {  # that differ from the defaults of the mod
 }
 
 NO_CACHE = {"use_cache": False}
-LANGUAGE_MODELS: dict[str, tuple[str, str, dict[str, bool]]] = {  # by the begin of a name: classes of transformers
+LANGUAGE_MODELS: dict[str, tuple[str, str, dict[str, bool]]] = {  # classes of transformers by the first part of a name
     "gpt2": ("GPT2LMHeadModel", "GPT2Config", NO_CACHE),
     "llama": ("LlamaForCausalLM", "LlamaConfig", NO_CACHE),
     "qwen2": ("Qwen2ForCausalLM", "Qwen2Config", NO_CACHE),

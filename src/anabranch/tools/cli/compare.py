@@ -10,7 +10,7 @@ from anabranch.planning.simulator import simulate as predict
 from anabranch.tools.cli import arguments
 from anabranch.tools.cli.options import JsonOption, NetworkOption, TraceOption
 from anabranch.tools.cli.output import print_json, progress, show_tables
-from anabranch.tools.predict.scaling import line_up
+from anabranch.tools.predict.scaling import named_planners
 from anabranch.tools.predict.scaling.compression import (
     CompressedStrategies,
     Compression,
@@ -87,8 +87,13 @@ def _rows(
 
     around = (network.shifted(-1), network.shifted(+1)) if has_spread(network) else ()
     here, *others = (strategies.priced(one) for one in (network, *around))
-    ddp_s = trace.forward_s + finish_s(trace, line_up.LINE_UP[line_up.DDP_DEFAULT](trace, here), here)
-    contestants = [_Contestant(name, made.planner, dict(made.options), made) for name, made in line_up.LINE_UP.items()]
+    ddp_s = trace.forward_s + finish_s(
+        trace, named_planners.NAMED_PLANNERS[named_planners.DDP_DEFAULT](trace, here), here
+    )
+    contestants = [
+        _Contestant(name, made.planner, dict(made.options), made)
+        for name, made in named_planners.NAMED_PLANNERS.items()
+    ]
     contestants += [
         _Contestant(name, Compression.named(name).planner_name, {}, planner)
         for name, planner in strategies.planners.items()
@@ -98,7 +103,7 @@ def _rows(
         for one in contestants:
             rows.append(_row(one, trace, here, ddp_s, others))
             update("planning", len(rows), len(contestants))
-    return rows[: len(line_up.LINE_UP)], rows[len(line_up.LINE_UP) :]
+    return rows[: len(named_planners.NAMED_PLANNERS)], rows[len(named_planners.NAMED_PLANNERS) :]
 
 
 def _row(

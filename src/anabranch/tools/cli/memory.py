@@ -52,7 +52,6 @@ class Activations(StrEnum):
     """Where activations are between forward and backward."""
 
     keep = "keep"
-    offload = "offload"
     recompute = "recompute"
 
 
@@ -166,7 +165,7 @@ def memory(
 def _mode(peak: "Footprint") -> "MemoryMode":
     from anabranch.tools.report.documents import MemoryMode
 
-    return MemoryMode(kinds=dict(peak.kinds), predicted_nbytes=peak.nbytes, at=peak.at, host_nbytes=peak.host_nbytes)
+    return MemoryMode(kinds=dict(peak.kinds), predicted_nbytes=peak.nbytes, at=peak.at)
 
 
 @dataclass(frozen=True, slots=True)
@@ -286,7 +285,7 @@ def _chosen(
 ) -> tuple[dict[str, "Footprint"], list[str]]:
     """What ``Lean(within=...)`` would choose at this batch, dense and by exchange: peaks, and choices in words."""
     from anabranch.lean.activations.solver import BudgetError
-    from anabranch.lean.within import described
+    from anabranch.lean.memory_budget import described
     from anabranch.planning.memory import TrainingMode
     from anabranch.tools.predict.memory.modes import LEAN
     from anabranch.tools.predict.memory.within import ASSUMED, chosen_within, profile
@@ -322,8 +321,6 @@ def _throughputs(
     activations = {mode: activations_of(mode) for mode in batches}
     if "recompute" in activations.values():
         assumptions.append("lean's forward runs twice")
-    if "offload" in activations.values():
-        assumptions.append("no throughput of lean: its activations wait for the link to the host, which no trace knows")
     wire = setting.options.wire
     return throughputs(arguments.trace(name), network, batches, setting.density, activations, wire), assumptions
 

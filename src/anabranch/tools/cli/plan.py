@@ -10,7 +10,7 @@ from anabranch.planning.simulator import simulate as predict
 from anabranch.tools.cli import arguments
 from anabranch.tools.cli.options import ForceOption, JsonOption, NetworkOption, TraceOption
 from anabranch.tools.cli.output import check_free, print_json, show_tables
-from anabranch.tools.predict.scaling import line_up
+from anabranch.tools.predict.scaling import named_planners
 from anabranch.values.files import save
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 def plan(
     trace: TraceOption,
     network: NetworkOption,
-    planner: Annotated[str, Option(help=f"One of {', '.join(line_up.LINE_UP)}.")] = "optimal",
+    planner: Annotated[str, Option(help=f"One of {', '.join(named_planners.NAMED_PLANNERS)}.")] = "optimal",
     lanes: Annotated[int | None, Option(help="How many lanes (lanes: at most); for asc and lanes.")] = None,
     cap_mb: Annotated[float | None, Option(help="Bucket cap in MiB, as DDP's; for by_bytes and optimal.")] = None,
     output: Annotated[Path | None, Option("-o", "--output", help="Write the plan to this file.")] = None,
@@ -29,7 +29,7 @@ def plan(
 ) -> None:
     """Make a plan: which gradients travel together, on which lane, in which order, and what that should cost."""
     check_free([output], force)
-    chosen = line_up.configured_planner(planner, lanes, cap_mb)
+    chosen = named_planners.named_planner(planner, lanes, cap_mb)
     gradients, links = arguments.trace(trace), arguments.network(network)
     made = chosen(gradients, links)
     timeline = predict(gradients, made, links)
@@ -39,8 +39,8 @@ def plan(
     from anabranch.tools.report.figures import planned_buckets, ratio, timeline_figures
 
     ddp_s, alone_s = (
-        gradients.forward_s + finish_s(gradients, line_up.LINE_UP[name](gradients, links), links)
-        for name in (line_up.DDP_DEFAULT, line_up.NO_MERGING)
+        gradients.forward_s + finish_s(gradients, named_planners.NAMED_PLANNERS[name](gradients, links), links)
+        for name in (named_planners.DDP_DEFAULT, named_planners.NO_MERGING)
     )
     document = PlanDocument(
         planner=chosen.planner,

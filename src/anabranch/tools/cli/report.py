@@ -9,7 +9,7 @@ from typer import Argument, Option
 from anabranch.planning.simulator import simulate
 from anabranch.tools.cli.options import ForceOption
 from anabranch.tools.cli.output import check_free, check_other
-from anabranch.tools.predict.scaling import line_up
+from anabranch.tools.predict.scaling import named_planners
 from anabranch.tools.predict.scaling.compression import priced
 from anabranch.values.files import write_text
 
@@ -68,7 +68,7 @@ def _predicted(runs: "Runs") -> "list[Predicted]":
         wanted += [(name, plan, trace) for _, trace in runs.traces if plan_fits(plan, trace)][:1]
     if not runs.plans and not runs.steps:
         trace, network = runs.traces[0][1], runs.networks[0][1]
-        plan = line_up.LINE_UP[line_up.DDP_DEFAULT](trace, network)
+        plan = named_planners.NAMED_PLANNERS[named_planners.DDP_DEFAULT](trace, network)
         wanted = [("DDP's default buckets, as no plan was given,", plan, trace)]
     for name, plan, trace in wanted:
         for network_name, network in runs.networks:

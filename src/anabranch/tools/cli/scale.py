@@ -16,10 +16,10 @@ from anabranch.tools.cli.network_text import MAX_RANKS
 from anabranch.tools.cli.options import ForceOption, JsonOption, PlotOption, TraceOption
 from anabranch.tools.cli.output import check_free, check_plot, print_json, progress, show_tables, write_plot
 from anabranch.tools.network_presets import NetworkRange
-from anabranch.tools.predict.scaling import Compute, Scaling, line_up, strategy_kinds
+from anabranch.tools.predict.scaling import Compute, Scaling, named_planners, strategy_kinds
 from anabranch.tools.predict.scaling import scale as predict
 from anabranch.tools.predict.scaling.compression import LEAN
-from anabranch.tools.predict.scaling.study import COMPRESS, NETWORKS, PLANNERS, WORLD_SIZES
+from anabranch.tools.predict.scaling.prediction import COMPRESS, NETWORKS, PLANNERS, WORLD_SIZES
 from anabranch.values.quantities import size_nbytes
 from anabranch.values.trace import Trace
 
@@ -65,8 +65,8 @@ Planners = Annotated[
     str,
     Option(
         metavar="P,...",
-        help=f"Some of {', '.join(line_up.LINE_UP)}. Default: all but "
-        f"{', '.join(name for name in line_up.LINE_UP if name not in PLANNERS)}.",
+        help=f"Some of {', '.join(named_planners.NAMED_PLANNERS)}. Default: all but "
+        f"{', '.join(name for name in named_planners.NAMED_PLANNERS if name not in PLANNERS)}.",
         show_default=False,
     ),
 ]

@@ -10,7 +10,7 @@ from anabranch.planning.simulator import simulate as predict
 from anabranch.tools.cli import arguments
 from anabranch.tools.cli.options import ForceOption, JsonOption, NetworkOption, TraceOption
 from anabranch.tools.cli.output import check_free, print_json, show_tables
-from anabranch.tools.predict.scaling import line_up
+from anabranch.tools.predict.scaling import named_planners
 from anabranch.tools.predict.scaling.compression import priced
 from anabranch.values.files import save, write_text
 from anabranch.values.timeline import Timeline
@@ -34,7 +34,7 @@ def simulate(
         raise ValueError(f"--plan {plan} and --planner {planner} are both given: expected one of them")
     check_free([output, chrome], force)
     gradients, links = arguments.trace(trace), arguments.network(network)
-    made = arguments.plan(plan) if plan else line_up.configured_planner(planner or "optimal")(gradients, links)
+    made = arguments.plan(plan) if plan else named_planners.named_planner(planner or "optimal")(gradients, links)
     links = priced(links, (bucket.collective for bucket in made.buckets))
     timeline = predict(gradients, made, links)
     if output:

@@ -1,14 +1,21 @@
-"""Hosts on a switch: network namespaces, a bridge, and a shaped link from each host to it, created over netlink."""
+"""Hosts on a switch: network namespaces, a bridge, and a shaped link from each host to it, created over netlink.
 
+Namespaces are anonymous: created, entered and held by file descriptors, so that none outlives its users.
+"""
+
+import ctypes
+import os
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
-from anabranch.tools.lab.namespaces import Namespace, create, inside
 from anabranch.values.errors import LabError
 
+CLONE_NEWNET = 0x40000000
+CURRENT = "/proc/thread-self/ns/net"
 INTERFACE = "eth0"
 PREFIX_BITS = 24
 LOOPBACK = 1  # its index in every namespace
@@ -20,6 +27,66 @@ MAX_BURST_NBYTES = 1 << 20
 MAX_QUEUEING = "50ms"  # of a packet, before the link drops it
 LINKS_UP_S = 10.0
 PAUSE_S = 0.005
+
+
+@dataclass(frozen=True)
+class Namespace:
+    """A network namespace; it exists as long as this process holds its descriptor or any process runs in it.
+
+    Its inode identifies it among all namespaces of the machine.
+    """
+
+    descriptor: int = field(repr=False)
+    inode: int
+
+    def close(self) -> None:
+        """Close the descriptor; the kernel removes the namespace, and everything in it, with its last process."""
+        os.close(self.descriptor)
+
+
+def new_namespace() -> Namespace:
+    """A new, empty network namespace; the calling thread does not enter it. OSError without permission."""
+    home = current()
+    try:
+        _call("unshare", CLONE_NEWNET)
+        try:
+            return current()
+        finally:
+            _call("setns", home.descriptor, CLONE_NEWNET)
+    finally:
+        home.close()
+
+
+def current() -> Namespace:
+    """The namespace of the calling thread."""
+    descriptor = os.open(CURRENT, os.O_RDONLY | os.O_CLOEXEC)
+    return Namespace(descriptor, os.fstat(descriptor).st_ino)
+
+
+@contextmanager
+def inside(namespace: Namespace) -> Iterator[None]:
+    """A context in which the calling thread, and every socket and process that it creates, is in ``namespace``."""
+    home = current()
+    try:
+        _call("setns", namespace.descriptor, CLONE_NEWNET)
+        try:
+            yield
+        finally:
+            _call("setns", home.descriptor, CLONE_NEWNET)
+    finally:
+        home.close()
+
+
+def _call(name: str, *arguments: int) -> None:
+    # os.unshare and os.setns came with Python 3.12.
+    if getattr(_libc(), name)(*arguments):
+        error = ctypes.get_errno()
+        raise OSError(error, f"{name}: {os.strerror(error)}")
+
+
+@cache
+def _libc() -> ctypes.CDLL:
+    return ctypes.CDLL(None, use_errno=True)
 
 
 @dataclass(frozen=True)
@@ -48,24 +115,18 @@ def linked_hosts(rates_bit_s: Sequence[float | None]) -> Iterator[list[Host]]:
     this context ends or this process dies; a host's namespace stays until the last process in it has ended.
     """
     with ExitStack() as held:
-
-        def new_namespace() -> Namespace:
-            namespace = create()
-            held.callback(namespace.close)
-            return namespace
-
-        switch = new_namespace()
-        hosts = [Host(index, _address(index), INTERFACE, new_namespace()) for index in range(len(rates_bit_s))]
+        namespaces = []
+        for _ in range(1 + len(rates_bit_s)):
+            namespaces.append(new_namespace())
+            held.callback(namespaces[-1].close)
+        switch, *others = namespaces
+        hosts = [Host(index, f"10.201.0.{index + 1}", INTERFACE, namespace) for index, namespace in enumerate(others)]
         _connect_to_switch(switch, hosts, rates_bit_s)
         for host, rate in zip(hosts, rates_bit_s, strict=True):
             _configure_host(host, rate)
-        for namespace in [switch, *(host.namespace for host in hosts if host.namespace is not None)]:
+        for namespace in namespaces:
             _await_links(namespace)
         yield hosts
-
-
-def _address(index: int) -> str:
-    return f"10.201.0.{index + 1}"
 
 
 def _connect_to_switch(switch: Namespace, hosts: Sequence[Host], rates_bit_s: Sequence[float | None]) -> None:

@@ -5,7 +5,7 @@ import os
 import shutil
 import sys
 
-from anabranch.tools.lab import namespaces
+from anabranch.tools.lab import hosts
 from anabranch.tools.lab.cluster import Cluster
 from anabranch.tools.lab.hosts import linked_hosts
 from anabranch.tools.lab.janitor import MPS_CONTROL
@@ -62,7 +62,7 @@ def _network_problems(cluster: Cluster) -> list[str]:
 
 def _namespace_problem() -> str | None:
     try:
-        namespaces.create().close()
+        hosts.new_namespace().close()
     except OSError as error:
         if error.errno != errno.EPERM:
             return f"the kernel has no network namespaces ({error.strerror}): use one with CONFIG_NET_NS, {EMULATE}"

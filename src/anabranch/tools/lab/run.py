@@ -19,8 +19,7 @@ from anabranch.tools.lab.environment import (
 )
 from anabranch.tools.lab.hosts import Host, linked_hosts, local_hosts
 from anabranch.tools.lab.janitor import Janitor, LabResources
-from anabranch.tools.lab.rank_process import start_process
-from anabranch.tools.lab.supervisor import Outcome, SignalReceiver, Supervisor, report_failure
+from anabranch.tools.lab.supervisor import Outcome, SignalReceiver, Supervisor, report_failure, start_process
 from anabranch.values.errors import LabError
 
 # Ranks of a host that share a GPU: NCCL refuses that unless they look like ranks of several hosts, and each finds the

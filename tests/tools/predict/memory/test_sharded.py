@@ -24,14 +24,16 @@ def model(activations: int = 0, optimizer: OptimizerMemory | None = None) -> Ste
     return StepProfile(sum(sizes.values()), tuple(gradients), MemoryUse(0), optimizer or OptimizerMemory())
 
 
-@pytest.mark.parametrize(("mode", "reshard"), [("fsdp2", False), ("fsdp2:reshard", True)])
-def test_without_activations_it_is_shards_and_what_the_simulator_holds(mode: str, reshard: bool) -> None:
+def test_without_activations_it_is_shards_and_what_the_simulator_holds() -> None:
     """All but the head's own gradient, which the simulator counts with the rest's."""
-    found = predict(model(), mode, NO_BLAS)
-    layers = tuple(Block(f"layers.{i}", size, size, 0.0, 0.0) for i, size in enumerate((4 * N, 2 * N, 3 * N)))
-    peak = peak_nbytes(ShardedTrace(layers, 2 * N, 2 * N), ShardingPlan.per_block([b.name for b in layers], reshard))
-    shards = 2 * 11 * N // 4
-    assert found.nbytes == shards + peak
+    for mode, reshard in [("fsdp2", False), ("fsdp2:reshard", True)]:
+        found = predict(model(), mode, NO_BLAS)
+        layers = tuple(Block(f"layers.{i}", size, size, 0.0, 0.0) for i, size in enumerate((4 * N, 2 * N, 3 * N)))
+        peak = peak_nbytes(
+            ShardedTrace(layers, 2 * N, 2 * N), ShardingPlan.per_block([b.name for b in layers], reshard)
+        )
+        shards = 2 * 11 * N // 4
+        assert found.nbytes == shards + peak
 
 
 def test_freeing_after_forward_saves_where_activations_are_many() -> None:
@@ -51,33 +53,33 @@ def test_more_ranks_have_smaller_shards() -> None:
     assert few.nbytes - many.nbytes == (22 + 11 + 11) * N // 2 - (22 + 11 + 11) * N // 22
 
 
-@pytest.mark.parametrize("units", ["", ":reshard"])
-def test_hsdp_has_the_shards_of_a_node_and_nothing_else_for_its_averages(units: str) -> None:
+def test_hsdp_has_the_shards_of_a_node_and_nothing_else_for_its_averages() -> None:
     """Two nodes of four ranks need on each rank what four ranks of FSDP2 do: averages are made in place."""
-    whole = model(activations=7, optimizer=OptimizerMemory(22 * N, 4 * N))
-    setting = Setting(ranks=8, ranks_per_node=4, blas_workspace_nbytes=0)
-    inside, flat = predict(whole, f"hsdp{units}", setting), predict(whole, f"fsdp2{units}", setting)
-    assert inside == predict(whole, f"fsdp2{units}", NO_BLAS)
-    assert inside.nbytes - flat.nbytes == (11 + 11 + 22) * N // 4 - (11 + 11 + 22) * N // 8
-    assert predict(whole, f"hsdp{units}", NO_BLAS) == predict(whole, f"fsdp2{units}", NO_BLAS), "one node"
+    for units in ["", ":reshard"]:
+        whole = model(activations=7, optimizer=OptimizerMemory(22 * N, 4 * N))
+        setting = Setting(ranks=8, ranks_per_node=4, blas_workspace_nbytes=0)
+        inside, flat = predict(whole, f"hsdp{units}", setting), predict(whole, f"fsdp2{units}", setting)
+        assert inside == predict(whole, f"fsdp2{units}", NO_BLAS)
+        assert inside.nbytes - flat.nbytes == (11 + 11 + 22) * N // 4 - (11 + 11 + 22) * N // 8
+        assert predict(whole, f"hsdp{units}", NO_BLAS) == predict(whole, f"fsdp2{units}", NO_BLAS), "one node"
 
 
-@pytest.mark.parametrize("kind", ["bf16", "int8", "int4"])
-def test_shards_that_are_rounded_between_nodes_need_messages_and_maybe_a_residual(kind: str) -> None:
+def test_shards_that_are_rounded_between_nodes_need_messages_and_maybe_a_residual() -> None:
     """One layer of N elements on two nodes of four ranks: the peak is where its shard is exchanged."""
-    use = MemoryUse(0, 4 * N)
-    profile = StepProfile(4 * N, (ReadyGradient("layers.0.w", N, 4 * N, use, use),), MemoryUse(0))
-    setting = Setting(ranks=8, ranks_per_node=4, blas_workspace_nbytes=0)
-    found = predict(profile, f"hsdp:reshard@{kind}", setting)
-    messages = quantised_nbytes(kind, N // 4, 2, keeps_residual=kind == "int4")
-    assert found.at == "reduction of layers.0"
-    assert {kind: nbytes for kind, nbytes in found.kinds.items() if nbytes} == {
-        "weights": N,  # a shard of 4 N bytes; the whole layer is freed
-        "gradients": N + 4 * N,  # the shard, and the whole gradient until it is reduced
-        "send": 4 * N + messages["send"],  # FSDP2's buffer of the reduction
-        "receive": messages["receive"],
-        **({"residual": N, "workspace": messages["workspace"]} if kind == "int4" else {}),
-    }
+    for kind in ["bf16", "int8", "int4"]:
+        use = MemoryUse(0, 4 * N)
+        profile = StepProfile(4 * N, (ReadyGradient("layers.0.w", N, 4 * N, use, use),), MemoryUse(0))
+        setting = Setting(ranks=8, ranks_per_node=4, blas_workspace_nbytes=0)
+        found = predict(profile, f"hsdp:reshard@{kind}", setting)
+        messages = quantised_nbytes(kind, N // 4, 2, keeps_residual=kind == "int4")
+        assert found.at == "reduction of layers.0"
+        assert {kind: nbytes for kind, nbytes in found.kinds.items() if nbytes} == {
+            "weights": N,  # a shard of 4 N bytes; the whole layer is freed
+            "gradients": N + 4 * N,  # the shard, and the whole gradient until it is reduced
+            "send": 4 * N + messages["send"],  # FSDP2's buffer of the reduction
+            "receive": messages["receive"],
+            **({"residual": N, "workspace": messages["workspace"]} if kind == "int4" else {}),
+        }
 
 
 def test_ok_topk_between_nodes_has_a_residual_of_matrices_alone() -> None:

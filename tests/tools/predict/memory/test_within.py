@@ -4,7 +4,6 @@ import pytest
 import torch
 from torch import nn
 
-from anabranch.lean.activations.offloader import Offloader
 from anabranch.lean.activations.profiler import BlockProfiler
 from anabranch.lean.activations.solver import BudgetError
 from anabranch.planning.memory import Setting
@@ -20,11 +19,11 @@ EXCHANGE = (OUR_MODES[LEAN], Setting(ranks=2, density=0.1, blas_workspace_nbytes
 
 def test_blocks_show_the_same_bytes_with_data_and_without() -> None:
     model, loss = build_at(ROWS)(torch.device("cpu"))
-    profiler = BlockProfiler(model, Offloader(torch.device("cpu")))
+    profiler = BlockProfiler(model)
     for _ in range(2):
         loss(model).backward()
     found = profile(build_at(ROWS)).blocks
-    sizes = ("name", "inner_nbytes", "input_nbytes", "shared_nbytes", "work_nbytes", "joins", "recomputes")
+    sizes = ("name", "inner_nbytes", "input_nbytes", "work_nbytes", "joins", "recomputes")
     for with_data, without in zip(profiler.costs(), found, strict=True):
         assert [getattr(with_data, name) for name in sizes] == [getattr(without, name) for name in sizes]
     profiler.undo()
@@ -61,7 +60,7 @@ def test_the_choice_keeps_within_the_budget(share: float) -> None:
     chosen, peak = chosen_within(profiled, OPTIMIZERS["adamw"], EXCHANGE, budget_nbytes)
     assert chosen.peak_nbytes == peak.nbytes <= budget_nbytes
     assert (set(chosen.choice.actions.values()) == {"keep"}) == (share > 1)
-    assert (chosen.extra_s > 0) == (share < 1)
+    assert (chosen.choice.forecast.extra_s > 0) == (share < 1)
 
 
 def test_a_budget_that_nothing_fits_is_an_error() -> None:

@@ -25,9 +25,8 @@ NODES = Network.two_level(32, 8, AlphaBeta("ring", 1e-6, 1e-11), AlphaBeta("ring
 LADDER = ("oktopk:0.01", "oktopk:0.02", "oktopk:0.05", "oktopk:0.1", "oktopk:0.2")
 
 
-@pytest.mark.parametrize(
-    ("name", "expected", "kind"),
-    [
+def test_what_names_mean() -> None:
+    cases: list[tuple[str, Compression, str]] = [
         ("int8", Compression(("int8",)), "quantised"),
         ("bf16@nodes", Compression(("bf16",), between_nodes=True), "quantised"),
         ("oktopk:0.01", Compression(("oktopk:0.01",)), "sparse"),
@@ -46,27 +45,33 @@ LADDER = ("oktopk:0.01", "oktopk:0.02", "oktopk:0.05", "oktopk:0.1", "oktopk:0.2
         ("auto:oktopk:0.05", Compression(("bf16", "int8", "int4", "oktopk:0.1", "oktopk:0.05")), "sparse"),
         ("lean:auto", Compression(("bf16", "int8", "int4"), lean=True), "lean"),
         ("lean:int8@nodes", Compression(("int8",), lean=True, between_nodes=True), "lean"),
-    ],
-)
-def test_what_names_mean(name: str, expected: Compression, kind: str) -> None:
-    assert Compression.named(name) == expected and expected.strategy_kind == kind
-    suffix = f":{expected.wire}" * (expected.wire != "fp32") + "@nodes" * expected.between_nodes
-    assert expected.collectives == [one + suffix for one in expected.kinds]
+    ]
+    for name, expected, kind in cases:
+        assert Compression.named(name) == expected and expected.strategy_kind == kind
+        suffix = f":{expected.wire}" * (expected.wire != "fp32") + "@nodes" * expected.between_nodes
+        assert expected.collectives == [one + suffix for one in expected.kinds]
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["int2", "int8:0.01", "@nodes", "lean:int2", "dense", "oktopk:2", "lean:int8:0.1", "oktopk:0.01:fp16", "int8:bf16",
-     "auto:int2", "lean:auto:int2"],
-)  # fmt: skip
-def test_other_names_are_refused(name: str) -> None:
-    with pytest.raises(ValueError, match=f"--compress is '{name}': expected"):
-        Compression.named(name)
+def test_other_names_are_refused() -> None:
+    for name in [
+        "int2",
+        "int8:0.01",
+        "@nodes",
+        "lean:int2",
+        "dense",
+        "oktopk:2",
+        "lean:int8:0.1",
+        "oktopk:0.01:fp16",
+        "int8:bf16",
+        "auto:int2",
+        "lean:auto:int2",
+    ]:
+        with pytest.raises(ValueError, match=f"--compress is '{name}': expected"):
+            Compression.named(name)
 
 
-@pytest.mark.parametrize(
-    ("name", "expected"),
-    [
+def test_errors_say_what_is_expected_of_the_part_that_is_wrong() -> None:
+    cases: list[tuple[str, str]] = [
         ("oktopk:2:bf16", "a density in .0, 1., such as oktopk:0.01"),
         ("oktopk:0.01:fp8", "how values are sent .fp32, bf16, int8., such as oktopk:0.01:bf16"),
         ("lean:2", "a density in .0, 1., such as lean:0.01"),
@@ -75,11 +80,10 @@ def test_other_names_are_refused(name: str) -> None:
         ("auto:", "expected auto"),
         ("lean:auto:int2", "on Lean lean:int8, lean:auto"),
         ("auto:oktopk", "auto:oktopk:0.01 .down to 1 % sparse."),
-    ],
-)
-def test_errors_say_what_is_expected_of_the_part_that_is_wrong(name: str, expected: str) -> None:
-    with pytest.raises(ValueError, match=f"--compress is '{name}'.*{expected}"):
-        Compression.named(name)
+    ]
+    for name, expected in cases:
+        with pytest.raises(ValueError, match=f"--compress is '{name}'.*{expected}"):
+            Compression.named(name)
 
 
 def test_only_float32_and_its_halves_travel_compressed() -> None:

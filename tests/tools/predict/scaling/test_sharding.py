@@ -36,18 +36,16 @@ def test_blocks_that_are_ready_in_another_order_take_no_more_than_the_whole_back
     assert found.compute_s == TRACE.forward_s + TRACE.backward_s
 
 
-@pytest.mark.parametrize(
-    ("name", "block"),
-    [
+def test_a_block_ends_with_a_number() -> None:
+    cases: list[tuple[str, str]] = [
         ("layer1.0.conv1.weight", "layer1.0"),
         ("transformer.h.11.mlp.c_fc.bias", "transformer.h.11"),
         ("features.0.weight", "features.0"),
         ("conv1.weight", ""),
         ("scale.0", ""),  # a parameter of a list, not of a module of it
-    ],
-)
-def test_a_block_ends_with_a_number(name: str, block: str) -> None:
-    assert block_of(name) == block
+    ]
+    for name, block in cases:
+        assert block_of(name) == block
 
 
 def test_a_trace_without_numbers_is_refused() -> None:
@@ -65,13 +63,14 @@ def test_hsdp_sends_inside_nodes_and_through_one_card_between_them() -> None:
     assert Sharding.named("fsdp2").links(network).inside == network
 
 
-@pytest.mark.parametrize(("way", "network", "words"), [
-    ("hsdp", "25gbe", "this network has none: expected one like nvlink"),
-    ("zero3", "25gbe", "--sharded is 'zero3': expected one of fsdp2"),
-])  # fmt: skip
-def test_what_cannot_be_is_refused(way: str, network: str, words: str) -> None:
-    with pytest.raises(ValueError, match=words):
-        scale(TRACE, [network], [4], ["by_bytes"], (), sharded=[way])
+def test_what_cannot_be_is_refused() -> None:
+    cases: list[tuple[str, str, str]] = [
+        ("hsdp", "25gbe", "this network has none: expected one like nvlink"),
+        ("zero3", "25gbe", "--sharded is 'zero3': expected one of fsdp2"),
+    ]
+    for way, network, words in cases:
+        with pytest.raises(ValueError, match=words):
+            scale(TRACE, [network], [4], ["by_bytes"], (), sharded=[way])
 
 
 def test_planned_units_are_never_slower_than_a_unit_per_block() -> None:

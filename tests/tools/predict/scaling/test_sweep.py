@@ -94,14 +94,14 @@ def test_without_jitter_a_sweep_is_the_quiet_sweep() -> None:
     assert list(sweep(TRACE, RING, WORLD, CHOSEN, compute=Compute(seed=9))) == list(sweep(TRACE, RING, WORLD, CHOSEN))
 
 
-@pytest.mark.parametrize("factor", [1.5, 3.0])
-def test_a_straggler_costs_everyone(factor: float) -> None:
-    quiet, slow = (
-        next(iter(sweep(TRACE, RING, [8], {"one": planners.single}, compute=compute)))
-        for compute in (Compute(), Compute(stragglers=1, straggler_factor=factor))
-    )
-    assert slow.iteration_s > quiet.iteration_s
-    assert slow.efficiency < quiet.efficiency
+def test_a_straggler_costs_everyone() -> None:
+    for factor in [1.5, 3.0]:
+        quiet, slow = (
+            next(iter(sweep(TRACE, RING, [8], {"one": planners.single}, compute=compute)))
+            for compute in (Compute(), Compute(stragglers=1, straggler_factor=factor))
+        )
+        assert slow.iteration_s > quiet.iteration_s
+        assert slow.efficiency < quiet.efficiency
 
 
 @given(traces(max_numel=1 << 10), st.integers(2, 64), networks(), networks())

@@ -1,1 +1,1 @@
-"""Memory before running: what each way to train holds, and the largest batch that fits."""
+"""Memory before running: the peak of each mode of training, and the largest batch that fits."""

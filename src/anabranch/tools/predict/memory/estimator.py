@@ -1,7 +1,6 @@
 """MemoryEstimator: the peak memory of one model in every mode of training, at any batch, without running it."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from functools import cache
 from typing import Literal
 
@@ -9,7 +8,6 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
-from anabranch.lean.activations.policy import Activations
 from anabranch.lean.activations.recompute import recompute
 from anabranch.lean.options import OptimizerFactory
 from anabranch.planning.memory import CONVOLUTION_WORKSPACE, FRAGMENTATION, Footprint, Setting, StepProfile
@@ -17,7 +15,7 @@ from anabranch.tools.predict.memory.largest_batch import largest_batch
 from anabranch.tools.predict.memory.modes import DEFAULT_MODES, predict
 from anabranch.tools.predict.memory.probe import Build, Loss, probe
 
-ActivationMode = Literal["keep", "offload", "recompute"]
+ActivationMode = Literal["keep", "recompute"]
 BuildAt = Callable[[int], Build]  # by batch: what makes the model and its loss
 
 # foreach is the default on a GPU; it must be given for tensors on the meta device.
@@ -26,7 +24,6 @@ OPTIMIZERS: Mapping[str, OptimizerFactory] = {
     "momentum": lambda params: torch.optim.SGD(params, lr=1e-3, momentum=0.9, foreach=True),
     "adamw": lambda params: torch.optim.AdamW(params, lr=1e-4, foreach=True),
 }
-WINDOW_NBYTES = max(Activations.window_nbytes, Activations.ahead_nbytes)
 DDP_BUCKETS = "25 MiB in the order of backward"
 
 
@@ -65,8 +62,8 @@ class MemoryEstimator:
         def profile(batch: int, activations: ActivationMode) -> StepProfile:
             build = build_at(batch)
             if activations == "recompute":
-                build = _with_recomputation(build)
-            return probe(build, optimizer, offload=activations == "offload", half=half)
+                build = with_recomputation(build)
+            return probe(build, optimizer, half=half)
 
         self._profile = profile
         self.assumptions = [
@@ -78,10 +75,6 @@ class MemoryEstimator:
         ]
         if half:
             self.assumptions.append("forward runs under autocast to bfloat16; weights and gradients stay as they are")
-        if activations == "offload":
-            self.assumptions.append(
-                f"up to {WINDOW_NBYTES >> 20} MiB of lean's activations are on their way to the host, or back early"
-            )
 
     def footprints(self, batch: int, setting: Setting, modes: Sequence[str] = DEFAULT_MODES) -> dict[str, Footprint]:
         """The peak of these modes at one batch."""
@@ -97,12 +90,10 @@ class MemoryEstimator:
         return self._activations if mode.startswith("lean") else "keep"
 
     def _footprint(self, batch: int, mode: str, setting: Setting) -> Footprint:
-        activations = self.activations_of(mode)
-        window_nbytes = WINDOW_NBYTES if activations == "offload" else 0
-        return predict(self._profile(batch, activations), mode, replace(setting, window_nbytes=window_nbytes))
+        return predict(self._profile(batch, self.activations_of(mode)), mode, setting)
 
 
-def _with_recomputation(build: Build) -> Build:
+def with_recomputation(build: Build) -> Build:
     """The same model, whose blocks are computed again in backward."""
 
     def rebuilt(device: torch.device) -> tuple[nn.Module, Loss]:

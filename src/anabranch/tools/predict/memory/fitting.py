@@ -68,6 +68,6 @@ def _mode(name: str, kind: Kind, ranks: int, sharded: Setting | None) -> tuple[s
     density = max((density_of(kind) or 0.0 for kind in compression.kinds), default=0.0)
     # A residual, of all values, outweighs messages, of two buckets. Without one, the first kind has the largest ones.
     residual = [kind for kind in compression.kinds if kind in COMPRESSED and TrainingMode(kind).keeps_residual]
-    way = TrainingMode(OKTOPK if density else [*residual, *compression.kinds][0], compression.lean)
+    training = TrainingMode(OKTOPK if density else [*residual, *compression.kinds][0], compression.lean)
     setting = Setting(ranks=ranks, density=density or 1.0, options=OkTopk(wire=compression.wire))
-    return next(mode for mode, known in OUR_MODES.items() if known == way), setting
+    return next(mode for mode, known in OUR_MODES.items() if known == training), setting

@@ -30,10 +30,10 @@ from anabranch.tools.predict.memory.sharded import sharded_footprints
 from anabranch.values.kinds.formats import STORED
 from anabranch.values.kinds.names import AUTO, COMPRESSED, DENSE, OKTOPK
 
-DDP, LEAN_DENSE, NAIVE, LEAN, LEAN_HOST, LEAN_BF16, LEAN_INT8 = (
-    "ddp", "lean, dense", "naive sparse", "lean", "lean, host", "lean, residuals bf16", "lean, residuals int8",
+DDP, LEAN_DENSE, NAIVE, LEAN, LEAN_BF16, LEAN_INT8 = (
+    "ddp", "lean, dense", "naive sparse", "lean", "lean, residuals bf16", "lean, residuals int8",
 )  # fmt: skip
-DEFAULT_MODES = (DDP, LEAN_DENSE, NAIVE, OKTOPK, LEAN, LEAN_HOST, LEAN_BF16, LEAN_INT8)
+DEFAULT_MODES = (DDP, LEAN_DENSE, NAIVE, OKTOPK, LEAN, LEAN_BF16, LEAN_INT8)
 
 
 def _named() -> Iterator[tuple[str, TrainingMode]]:
@@ -43,7 +43,6 @@ def _named() -> Iterator[tuple[str, TrainingMode]]:
         yield kind, TrainingMode(kind)
         yield lean, TrainingMode(kind, lean=True)
         if TrainingMode(kind).keeps_residual:
-            yield f"{lean}, host", TrainingMode(kind, lean=True, residuals="host")
             for form in STORED:
                 yield f"{lean}, residuals {form}", TrainingMode(kind, True, cast(ResidualPlacement, form))
 

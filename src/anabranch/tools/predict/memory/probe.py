@@ -7,7 +7,7 @@ on real tensors (``device="cpu"``) is the twin in the tests.
 
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -100,18 +100,14 @@ def probe(
     optimizer: OptimizerFactory | None = None,
     *,
     device: torch.device = META,
-    offload: bool = False,
     half: bool = False,
     convolution_workspace: float = CONVOLUTION_WORKSPACE,
 ) -> StepProfile:
     """Profile one forward and backward of what ``build(device)`` returns: a model, and its loss as a function of it.
 
-    ``optimizer`` makes an optimizer for parameters; give it ``foreach`` where a GPU's default is wanted. ``offload``:
-    activations are in host memory between forward and backward. ``half``: forward runs as under autocast to bfloat16.
-    On the meta device, operations save what they save on a GPU.
+    ``optimizer`` makes an optimizer for parameters; give it ``foreach`` where a GPU's default is wanted. ``half``:
+    forward runs as under autocast to bfloat16. On the meta device, operations save what they save on a GPU.
     """
-    if offload and device.type != "meta":
-        raise ValueError(f"offload is asked for on {device}: expected the meta device, where it costs no copies")
     with ExitStack() as stack:
         if device.type == "meta":
             stack.enter_context(device)
@@ -122,9 +118,7 @@ def probe(
         weights = {tracker.number_of(tensor) for tensor in (*model.parameters(), *model.buffers())}
         gradients: set[int] = set()
         handles = _record_gradients(model, tracker, gradients)
-        offloaded: dict[int, int] = {}  # bytes by storage
-        with _offloaded(model, device, tracker, offloaded) if offload else nullcontext():
-            value = loss(model)
+        value = loss(model)
         if cast_weights is not None:
             cast_weights.forget()
         value.backward()
@@ -135,7 +129,7 @@ def probe(
     ready, after_backward = _ready_gradients(tracker.events, kinds, dict(model.named_parameters()))
     weights_nbytes = sum(event.nbytes for event in tracker.events if event.nbytes > 0 and event.storage in weights)
     optimizer_nbytes = optimizer_memory(model, optimizer)
-    return StepProfile(weights_nbytes, ready, after_backward, optimizer_nbytes, sum(offloaded.values()))
+    return StepProfile(weights_nbytes, ready, after_backward, optimizer_nbytes)
 
 
 def _ready_gradients(
@@ -162,7 +156,7 @@ def _ready_gradients(
 
 
 def optimizer_memory(model: nn.Module, optimizer: OptimizerFactory | None) -> OptimizerMemory:
-    """Return what an optimizer of the model's parameters keeps, and what a step needs beside it once it has state."""
+    """Return what an optimizer of the model's parameters keeps, and the workspace of a step once it has state."""
     if optimizer is None:
         return OptimizerMemory()
     trained = [
@@ -195,27 +189,6 @@ def _record_gradients(model: nn.Module, tracker: StorageTracker, gradients: set[
         for name, parameter in model.named_parameters()
         if parameter.requires_grad
     ]
-
-
-def _offloaded(
-    model: nn.Module, device: torch.device, tracker: StorageTracker, nbytes: dict[int, int]
-) -> AbstractContextManager[Any]:
-    """Saved tensors leave the device and come back when they are needed; weights stay. Bytes are noted by storage."""
-    weights = {parameter.untyped_storage()._cdata for parameter in model.parameters()}
-
-    def pack(tensor: torch.Tensor) -> Any:
-        if tensor.device.type != device.type or tensor.untyped_storage()._cdata in weights:
-            return tensor
-        nbytes[tracker.number_of(tensor)] = tensor.untyped_storage().nbytes()
-        return (tensor.shape, tensor.stride(), tensor.dtype)
-
-    def unpack(packed: Any) -> torch.Tensor:
-        if isinstance(packed, torch.Tensor):
-            return packed
-        shape, stride, dtype = packed
-        return torch.empty_strided(shape, stride, dtype=dtype, device=device)
-
-    return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
 
 
 # ------------------------------------------------------------------------------- operations that save less on a GPU

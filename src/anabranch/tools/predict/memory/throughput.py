@@ -14,15 +14,14 @@ from anabranch.values.links import AlphaBeta
 from anabranch.values.network import Network
 from anabranch.values.trace import Trace
 
-# Naive sparsification beside its messages: ResNet-152's step on an H200 took 198 ms with it and 136 ms without.
+# Naive sparsification without its messages: ResNet-152's step on an H200 took 198 ms with it and 136 ms without.
 NAIVE_S_PER_ELEMENT = (0.198 - 0.136) / 60.2e6
 PAIR_NBYTES = 8
 
 ASSUMPTIONS = (
     "computing takes as long as in the bundled trace, in proportion to the batch",
     "naive sparse selects for 1.03 ns per element after backward, as on an H200, and then gathers, hiding nothing",
-    "compressed buckets travel by the exact plan for their kind, under auto by the least lossy one; lean's copies of "
-    "the residual, to host memory and back, are hidden",
+    "compressed buckets travel by the exact plan for their kind, under auto by the least lossy one",
 )
 
 
@@ -36,13 +35,12 @@ def throughputs(
 ) -> dict[str, float]:
     """Samples per second of each mode at its batch, with activations as ``activations`` says by mode.
 
-    Ok-Topk sends a share of ``density``, its values as ``wire`` says. A mode whose batch is 0 is left out. So is one
-    that offloads all activations: the link to the host is slower than computing, and a trace does not contain it.
+    Ok-Topk sends a share of ``density``, its values as ``wire`` says. A mode whose batch is 0 is left out.
     """
     return {
         mode: samples_per_s(trace, network, mode, batch, density, activations[mode] == "recompute", wire)
         for mode, batch in batches.items()
-        if batch and activations[mode] != "offload"
+        if batch
     }
 
 

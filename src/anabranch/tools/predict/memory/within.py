@@ -15,12 +15,11 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from anabranch.exchange.compression import may_be_sparse
-from anabranch.lean.activations.cost_model import BlockCosts, HostLink
-from anabranch.lean.activations.offloader import Offloader
-from anabranch.lean.activations.policy import PROFILED_STEPS, Activations
+from anabranch.lean.activations.cost_model import BlockCosts
+from anabranch.lean.activations.managed import PROFILED_STEPS
 from anabranch.lean.activations.profiler import BlockProfiler
+from anabranch.lean.memory_budget import Held, WithinChoice, choose_within, gradients_of
 from anabranch.lean.options import OptimizerFactory
-from anabranch.lean.within import Held, WithinChoice, choose_within, gradients_of
 from anabranch.observe.clock import HostClock
 from anabranch.planning.memory import CONVOLUTION_WORKSPACE, Footprint, Setting, TrainingMode, allocated_nbytes
 from anabranch.tools.predict.memory.autocast import autocast_to_bfloat16
@@ -28,21 +27,20 @@ from anabranch.tools.predict.memory.probe import META, Build, StorageTracker, op
 
 
 class Device(NamedTuple):
-    """Speeds of a device: operations a second in 32 and in 16 bits, bytes a second in its memory and to the host."""
+    """Speeds of a device: operations a second in 32 and in 16 bits, bytes a second in its memory."""
 
     fp32_per_s: float = 50e12
     half_per_s: float = 400e12
     memory_nbytes_per_s: float = 3e12
-    host_nbytes_per_s: float = 25e9
 
     def __str__(self) -> str:
         return (
             f"{self.fp32_per_s / 1e12:g} TFLOP/s in fp32, {self.half_per_s / 1e12:g} in 16 bits, "
-            f"{self.memory_nbytes_per_s / 1e12:g} TB/s of memory, {self.host_nbytes_per_s / 1e9:g} GB/s to the host"
+            f"{self.memory_nbytes_per_s / 1e12:g} TB/s of memory"
         )
 
 
-ASSUMED = Device()  # an H100 or H200 in practice; ranks may share the link to the host
+ASSUMED = Device()  # an H100 or H200 in practice
 
 
 class AssumedClock(TorchDispatchMode, HostClock):
@@ -92,12 +90,10 @@ def chosen_within(
         gradients_of(model, trained, may_be_sparse),
         [exchange],
     )
-    windows = Activations.window_nbytes, Activations.ahead_nbytes
-    link = HostLink(device.host_nbytes_per_s, device.host_nbytes_per_s, *windows)
-    storages = held.storages(blocks, device.memory_nbytes_per_s, with_host=True)
-    found = choose_within(blocks, link, storages, budget_nbytes)
+    storages = held.storages(blocks, device.memory_nbytes_per_s)
+    found = choose_within(blocks, storages, budget_nbytes)
     storage = next(storage for storage in storages if storage.residuals == found.residuals)
-    return found, storage.peak(blocks, link, found.choice.actions)
+    return found, storage.peak(blocks, found.choice.actions)
 
 
 def profile(build: Build, *, half: bool = False, device: Device = ASSUMED) -> Profiled:
@@ -109,8 +105,7 @@ def profile(build: Build, *, half: bool = False, device: Device = ASSUMED) -> Pr
         model, loss = build(META)
         stack.enter_context(StorageTracker(META))  # answers what models ask about values
         clock = AssumedClock(device)
-        offloader = Offloader(META, window_nbytes=Activations.window_nbytes, ahead_nbytes=Activations.ahead_nbytes)
-        profiler = BlockProfiler(model, offloader, CONVOLUTION_WORKSPACE, clock)
+        profiler = BlockProfiler(model, CONVOLUTION_WORKSPACE, clock)
         stack.enter_context(clock)
         for _ in range(PROFILED_STEPS):
             value = loss(model)

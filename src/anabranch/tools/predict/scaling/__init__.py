@@ -18,8 +18,8 @@
 """
 
 from anabranch.tools.predict.scaling.answer import answer
+from anabranch.tools.predict.scaling.prediction import scale, strategy_kinds
 from anabranch.tools.predict.scaling.result import NetworkUsed, ScalePoint, Scaling, Strategy
-from anabranch.tools.predict.scaling.study import scale, strategy_kinds
 from anabranch.tools.predict.scaling.sweep import Compute, sweep
 
 __all__ = [

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from anabranch.tools.predict.scaling.line_up import DDP_DEFAULT
+from anabranch.tools.predict.scaling.named_planners import DDP_DEFAULT
 from anabranch.tools.predict.scaling.result import Curves, NetworkUsed, ScalePoint, Scaling
 from anabranch.values.kinds.names import COMPRESSED
 

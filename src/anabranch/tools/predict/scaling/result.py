@@ -64,7 +64,7 @@ Curves = Mapping[str, Mapping[int, ScalePoint]]  # strategy -> world size -> poi
 
 @dataclass(frozen=True, slots=True)
 class Strategy:
-    """A planner, alone, with compressed buckets or on Lean, or a way to shard by FSDP2.
+    """A planner, alone, with compressed buckets or on Lean, or a sharding mode of FSDP2.
 
     ``batch`` is per rank (weak scaling) or global (strong).
     """

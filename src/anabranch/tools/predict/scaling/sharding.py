@@ -26,17 +26,17 @@ BETWEEN = (
 )
 
 
-def assumptions(ways: Iterable[str]) -> list[str]:
-    """What the predictions of these ways assume."""
-    exchanges = [sharding_mode(name).exchange for name in ways]
+def assumptions(names: Iterable[str]) -> list[str]:
+    """What the predictions for these sharding modes assume."""
+    exchanges = [sharding_mode(name).exchange for name in names]
     return [*(ASSUMPTIONS if exchanges else ()), *(BETWEEN if set(exchanges) - {DENSE} else ())]
 
 
 @dataclass(frozen=True, slots=True)
 class Sharding:
-    """The strategy of a way to shard: what it predicts of a step."""
+    """A strategy that shards by FSDP2: predicts the step of one sharding mode."""
 
-    way: ShardingMode
+    mode: ShardingMode
 
     @classmethod
     def named(cls, name: str) -> "Sharding":
@@ -48,13 +48,13 @@ class Sharding:
         links = [self.links(network) for network in networks]
         trace = sharded_trace(quiet)
         names = [block.name for block in trace.blocks]
-        chosen = plan(trace, links[0]) if self.way.units == PLANNED else self.way.per_block(names)
+        chosen = plan(trace, links[0]) if self.mode.units == PLANNED else self.mode.per_block(names)
         run = sharded_trace(real, names)
         return Ran(len(chosen), 1, [step_s(run, chosen, one) for one in links])
 
     def links(self, network: Network) -> Links:
         """What a step sends on, on this network."""
-        if not self.way.nodes:
+        if not self.mode.nodes:
             return Links(network)
         model = network.model
         if not isinstance(model, TwoLevel):
@@ -65,7 +65,7 @@ class Sharding:
             return Links(Network.modelled(inside, model.inside))
         # The shards of a node pass its one card together.
         card = replace(model.across, beta_s_per_byte=inside * model.across.beta_s_per_byte)
-        (kind,) = (DENSE,) if self.way.exchange == DENSE else Compression.named(self.way.exchange).kinds
+        (kind,) = (DENSE,) if self.mode.exchange == DENSE else Compression.named(self.mode.exchange).kinds
         return Links(Network.modelled(inside, model.inside), priced(Network.modelled(count, card), [kind]), kind)
 
 

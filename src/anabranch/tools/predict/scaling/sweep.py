@@ -35,7 +35,7 @@ class Compute:
     fixed_share         share of the recorded time that does not depend on the batch: b times the recorded batch takes
                         fixed_share + (1 − fixed_share)·b times as long
     jitter              each piece of work takes exp(jitter·z) times as long, z standard normal
-    stragglers          so many ranks compute ``straggler_factor`` times as long
+    stragglers          how many ranks compute ``straggler_factor`` times as long
     seed                of the jitter
     """
 

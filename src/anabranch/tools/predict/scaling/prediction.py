@@ -1,13 +1,18 @@
-"""A scaling study: every strategy at every world size on every network, with its assumptions and an answer in words."""
+"""Every strategy at every world size on every network, with its assumptions and an answer in words."""
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, replace
 from itertools import pairwise
 
 from anabranch.tools.network_presets import NetworkRange
 from anabranch.tools.predict.scaling.answer import answer
-from anabranch.tools.predict.scaling.compression import Compression, as_sent, compressed_strategies
-from anabranch.tools.predict.scaling.line_up import configured_planner
+from anabranch.tools.predict.scaling.compression import (
+    CompressedStrategies,
+    Compression,
+    as_sent,
+    compressed_strategies,
+)
+from anabranch.tools.predict.scaling.named_planners import named_planner
 from anabranch.tools.predict.scaling.result import Basis, Kind, NetworkUsed, ScalePoint, Scaling, Strategy
 from anabranch.tools.predict.scaling.sharding import Sharding
 from anabranch.tools.predict.scaling.sharding import assumptions as about_sharding
@@ -23,6 +28,10 @@ NETWORKS = ("10gbe", "nvlink+100gbe")
 COMPRESS = ("int8", "oktopk:0.01")
 PRESET_RANKS = 2  # at which a preset is built before it is carried to the world sizes asked for
 MANY_RANKS = 128  # from here on NCCL may prefer trees, whose latency grows with log P
+OF_LEAN = (
+    "lean sends what the same exchange does without it, so its step at the same batch is the same; its optimizer runs "
+    "in backward"
+)
 
 AnyNetwork = NetworkRange | Network | str
 OnPoint = Callable[[str, int, int], None]
@@ -46,7 +55,7 @@ def scale(
 
     networks        preset names such as "10gbe", Networks, or NetworkRanges, which add a name, a source and a band
     world_sizes     numbers of ranks, rising
-    planners        names of ``scaling.line_up``: strategies that send every value
+    planners        names of ``scaling.named_planners``: strategies that send every value
     compress        further strategies with compressed buckets where they gain: "bf16", "int8" and "int4" round every
                     element, "oktopk:0.01" sends 1 % of them, "oktopk:0.01:bf16" with packed values, "oktopk"
                     chooses the density, "auto" chooses among those that round, "auto:oktopk:0.01" among all of
@@ -66,22 +75,31 @@ def scale(
     if not world_sizes or world_sizes[0] < 1 or any(high <= low for low, high in pairwise(world_sizes)):
         raise ValueError(f"world_sizes is {list(world_sizes)}: expected rising whole numbers from 1 on")
     kinds = strategy_kinds(planners, compress, sharded)
-    study = _Study(trace, world_sizes, kinds, _batches(trace, kinds, batch), scaling, compute)
+    batches, ranges = _batches(trace, kinds, batch), _ranges(networks)
     points: list[ScalePoint] = []
-    more_assumptions: list[str] = []
-    ranges = _ranges(networks)
+    of_networks: list[str] = []  # what the strategies assume of the networks
     for network in ranges:
-        found, assumed = study.points(network, on_point)
-        points += found
-        more_assumptions += assumed
+        compressed = compressed_strategies(compress, trace, network.middle)
+        of_networks += compressed.assumptions
+        steps = _steps(trace, network, world_sizes, kinds, batches, compressed, scaling, compute)
+        for number, point in enumerate(steps, 1):
+            points.append(point)
+            if on_point is not None:
+                on_point(network.name, number, len(world_sizes) * len(kinds))
+    assumed = [
+        *_assumptions(scaling, compute, recorded_batch(trace), batches, world_sizes),
+        *_network_assumptions(ranges, world_sizes),
+        "the optimizer's step and the loading of data are not counted",
+        *([OF_LEAN] if "lean" in kinds.values() else []),
+    ]
     result = Scaling(
         model=str(trace.meta.get("model", f"{len(trace)} gradients"))[:60],
         scaling=scaling,
         networks=tuple(NetworkUsed(n.name, n.source, n.spread, n.extrapolation) for n in ranges),
-        strategies=tuple(Strategy(name, kind, study.batches.get(name)) for name, kind in kinds.items()),
+        strategies=tuple(Strategy(name, kind, batches.get(name)) for name, kind in kinds.items()),
         points=tuple(points),
         **asdict(compute),
-        assumptions=tuple(dict.fromkeys([*study.assumptions(ranges), *assumptions, *more_assumptions])),
+        assumptions=tuple(dict.fromkeys([*assumed, *assumptions, *of_networks, *about_sharding(sharded)])),
     )
     return replace(result, answer=tuple(answer(result)))
 
@@ -93,86 +111,61 @@ def strategy_kinds(planners: Sequence[str], compress: Sequence[str], sharded: Se
     return kinds | dict.fromkeys(sharded, "sharded")
 
 
-@dataclass(frozen=True, slots=True)
-class _Study:
-    """What all networks of a study have in common."""
+def _steps(
+    trace: Trace,
+    network: NetworkRange,
+    world_sizes: Sequence[int],
+    kinds: Mapping[str, Kind],
+    batches: Mapping[str, int],
+    compressed: CompressedStrategies,
+    scaling: Basis,
+    compute: Compute,
+) -> Iterator[ScalePoint]:
+    """The points of one network, each as soon as it is known."""
+    dense = {name: named_planner(name) for name, kind in kinds.items() if kind == "dense"}
+    recorded = recorded_batch(trace)
+    return sweep(
+        trace,
+        network.middle,
+        world_sizes,
+        {**dense, **compressed.planners},
+        network_name=network.name,
+        scaling=scaling,
+        compute=compute,
+        around=(network.low, network.high),
+        batches={name: batch / recorded for name, batch in batches.items() if recorded},
+        recorded_batch=recorded,
+        pricing=compressed.priced,
+        runners={name: Sharding.named(name) for name, kind in kinds.items() if kind == "sharded"},
+        error_of=lambda trace, plan: error_of_plan(trace, as_sent(plan)),
+    )
 
-    trace: Trace
-    world_sizes: Sequence[int]
-    kinds: Mapping[str, Kind]
-    batches: Mapping[str, int]
-    scaling: Basis
-    compute: Compute
 
-    def points(self, network: NetworkRange, on_point: OnPoint | None) -> tuple[list[ScalePoint], Sequence[str]]:
-        """The points of one network, and what its compressed strategies assume."""
-        runners = {name: Sharding.named(name) for name, kind in self.kinds.items() if kind == "sharded"}
-        names = [name for name, kind in self.kinds.items() if kind != "dense" and name not in runners]
-        compressed = compressed_strategies(names, self.trace, network.middle)
-        planners = {
-            name: configured_planner(name) if kind == "dense" else compressed.planners[name]
-            for name, kind in self.kinds.items()
-            if name not in runners
-        }
-        recorded = recorded_batch(self.trace)
-        steps = sweep(
-            self.trace,
-            network.middle,
-            self.world_sizes,
-            planners,
-            network_name=network.name,
-            scaling=self.scaling,
-            compute=self.compute,
-            around=(network.low, network.high),
-            batches={name: batch / recorded for name, batch in self.batches.items() if recorded},
-            recorded_batch=recorded,
-            pricing=compressed.priced,
-            runners=runners,
-            error_of=lambda trace, plan: error_of_plan(trace, as_sent(plan)),
+def _assumptions(
+    scaling: Basis,
+    compute: Compute,
+    recorded: int | None,
+    batches: Mapping[str, int],
+    world_sizes: Sequence[int],
+) -> list[str]:
+    """What the numbers assume of batches and of computing."""
+    said = ["batch per rank kept (weak scaling)" if scaling == "weak" else "global batch kept (strong scaling)"]
+    if scaling == "strong" or any(batch != recorded for batch in batches.values()):
+        fixed = f", but for {compute.fixed_share:.0%} of the recorded time, which is fixed"
+        said.append(f"computing takes time in proportion to the batch{fixed if compute.fixed_share else ''}")
+    least = min(batches.values(), default=0)
+    beyond = [size for size in world_sizes if size > least]
+    if scaling == "strong" and least and beyond:
+        said.append(f"a batch of {least:,} has no sample for every rank from {beyond[0]:,} ranks on: only on paper")
+    if compute.jitter:
+        said.append(f"jitter of {compute.jitter:g}: a gradient is ready when the last rank is expected to have it")
+    if compute.stragglers:
+        said.append(f"{compute.stragglers} of the ranks compute {compute.straggler_factor:g} times as long")
+    if compute.jitter or compute.stragglers:
+        said.append(
+            "plans are made from the trace as recorded, with neither jitter nor stragglers, and may lose to DDP"
         )
-        found = []
-        for point in steps:
-            found.append(point)
-            if on_point is not None:
-                on_point(network.name, len(found), len(self.world_sizes) * len(self.kinds))
-        return found, [*compressed.assumptions, *about_sharding(runners)]
-
-    def assumptions(self, ranges: Sequence[NetworkRange]) -> list[str]:
-        """What the numbers assume besides the trace and the costs of the networks."""
-        compute = self.compute
-        said = [
-            "batch per rank kept (weak scaling)" if self.scaling == "weak" else "global batch kept (strong scaling)"
-        ]
-        recorded = recorded_batch(self.trace)
-        if self.scaling == "strong" or any(batch != recorded for batch in self.batches.values()):
-            fixed = f", but for {compute.fixed_share:.0%} of the recorded time, which is fixed"
-            said.append(f"computing takes time in proportion to the batch{fixed if compute.fixed_share else ''}")
-        said += self._less_than_a_sample_per_rank()
-        if compute.jitter:
-            said.append(f"jitter of {compute.jitter:g}: a gradient is ready when the last rank is expected to have it")
-        if compute.stragglers:
-            said.append(f"{compute.stragglers} of the ranks compute {compute.straggler_factor:g} times as long")
-        if compute.jitter or compute.stragglers:
-            said.append(
-                "plans are made from the trace as recorded, with neither jitter nor stragglers, and may lose to DDP"
-            )
-        said.append("bands are of the network alone, each plan as made for its middle")
-        said += _network_assumptions(ranges, self.world_sizes)
-        said.append("the optimizer's step and the loading of data are not counted")
-        if "lean" in self.kinds.values():
-            said.append(
-                "lean sends what the same exchange does without it, so its step at the same batch is the same; its "
-                "optimizer runs in backward"
-            )
-        return said
-
-    def _less_than_a_sample_per_rank(self) -> list[str]:
-        """The world sizes at which a global batch has fewer samples than ranks."""
-        least = min(self.batches.values(), default=0)
-        beyond = [size for size in self.world_sizes if size > least]
-        if self.scaling == "weak" or not least or not beyond:
-            return []
-        return [f"a batch of {least:,} has no sample for every rank from {beyond[0]:,} ranks on: only on paper"]
+    return [*said, "bands are of the network alone, each plan as made for its middle"]
 
 
 def _batches(trace: Trace, kinds: Mapping[str, Kind], batch: int | Mapping[str, int] | None) -> Mapping[str, int]:

@@ -15,7 +15,7 @@ NO_MERGING = "per_tensor"
 
 
 @dataclass(frozen=True, slots=True)
-class ConfiguredPlanner:
+class NamedPlanner:
     """A planner of the library with the options it is called with."""
 
     planner: str
@@ -26,25 +26,25 @@ class ConfiguredPlanner:
 
 
 # Horovod's fusion buffer is by_bytes with other options. It has a name of its own because users look for it by that.
-LINE_UP: Mapping[str, ConfiguredPlanner] = {
-    "per_tensor": ConfiguredPlanner("per_tensor", {}),
-    "single": ConfiguredPlanner("single", {}),
-    "by_bytes": ConfiguredPlanner("by_bytes", {}),
-    "horovod": ConfiguredPlanner("by_bytes", {"cap_nbytes": HOROVOD_CAP_NBYTES, "closes": "before"}),
-    "mgwfbp": ConfiguredPlanner("mgwfbp", {}),
-    "optimal": ConfiguredPlanner("optimal", {}),
-    "asc": ConfiguredPlanner("asc", {}),
-    "lanes": ConfiguredPlanner("lanes", {}),
+NAMED_PLANNERS: Mapping[str, NamedPlanner] = {
+    "per_tensor": NamedPlanner("per_tensor", {}),
+    "single": NamedPlanner("single", {}),
+    "by_bytes": NamedPlanner("by_bytes", {}),
+    "horovod": NamedPlanner("by_bytes", {"cap_nbytes": HOROVOD_CAP_NBYTES, "closes": "before"}),
+    "mgwfbp": NamedPlanner("mgwfbp", {}),
+    "optimal": NamedPlanner("optimal", {}),
+    "asc": NamedPlanner("asc", {}),
+    "lanes": NamedPlanner("lanes", {}),
 }
 WITH_LANES = ("asc", "lanes")
 WITH_CAP = ("by_bytes", "optimal")
 
 
-def configured_planner(name: str, lanes: int | None = None, cap_mb: float | None = None) -> ConfiguredPlanner:
+def named_planner(name: str, lanes: int | None = None, cap_mb: float | None = None) -> NamedPlanner:
     """The planner of this name with these options; ValueError for an unknown name or an option it does not take."""
-    if name not in LINE_UP:
-        raise ValueError(f"planner is {name!r}: expected one of {', '.join(LINE_UP)}")
-    options = dict(LINE_UP[name].options)
+    if name not in NAMED_PLANNERS:
+        raise ValueError(f"planner is {name!r}: expected one of {', '.join(NAMED_PLANNERS)}")
+    options = dict(NAMED_PLANNERS[name].options)
     if lanes is not None:
         if name not in WITH_LANES:
             raise ValueError(
@@ -59,4 +59,4 @@ def configured_planner(name: str, lanes: int | None = None, cap_mb: float | None
         if not 0 < cap_mb <= MIB:
             raise ValueError(f"--cap-mb is {cap_mb:g}: expected a number of MiB above 0, such as 25")
         options["cap_nbytes"] = max(1, round(cap_mb * MIB))
-    return replace(LINE_UP[name], options=options)
+    return replace(NAMED_PLANNERS[name], options=options)

@@ -1,79 +1,72 @@
-"""Calls of torch that would misunderstand a model under Lean, which has no gradients after backward, and is a wrapper.
+"""Patches of torch's calls that would misunderstand a model under Lean, which has no gradients after backward.
 
-``torch.nn.utils.clip_grad_norm_`` and ``clip_grad_value_`` find no gradients after backward, nor does an optimizer that
-Lean does not know, whose schedulers would change nothing; a GradScaler that is not followed makes every update too
-large, and ``torch.distributed.checkpoint`` knows only DDP's "module." as no part of a parameter's name.
-Programs and frameworks call them by names that they have imported before. So, once there is a model under Lean, the
-parts of torch that those calls go through come by here; for other models they do what they did.
+Without them ``torch.nn.utils.clip_grad_norm_`` and ``clip_grad_value_`` would clip nothing; an optimizer that Lean does
+not know would step without gradients; a GradScaler that is not followed would make every update too large; and
+``torch.distributed.checkpoint`` would take the wrapper's "module." for a part of each parameter's name. Programs and
+frameworks have imported these functions by name before. So the private parts of torch that they call are replaced, once
+there is a model under Lean; for other models they do what they did.
 """
 
 import logging
 import sys
 from collections import deque
-from collections.abc import Collection
 from functools import partial, wraps
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 from weakref import WeakSet, ref
 
 import torch
-from torch import nn
 from torch.distributed.checkpoint import state_dict as checkpoint
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.nn import utils
 from torch.nn.utils import clip_grad
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from anabranch.exchange.collectives import Scaler
 from anabranch.lean.optimizers import stepping
 from anabranch.observe.step_timer import tensors_in
 
+if TYPE_CHECKING:
+    from anabranch.lean.parallel import LeanDataParallel
+
 log = logging.getLogger("anabranch")
 
-TOTAL_NORM, CLIP = "_get_total_norm", "_clip_grads_with_norm_"  # of torch: what clip_grad_norm_() calls, in this order
-GROUPS = (
-    "_group_tensors_by_device_and_dtype"  # of torch: what clip_grad_value_() calls, with all gradients it has found
-)
-# The same under their public names, which torch.nn.utils has imported.
+TOTAL_NORM, CLIP = "_get_total_norm", "_clip_grads_with_norm_"  # torch's clip_grad_norm_() calls them in this order
+GROUPS = "_group_tensors_by_device_and_dtype"  # torch's clip_grad_value_() calls it with all gradients it has found
+# The same functions under their public names, which torch.nn.utils has imported.
 PUBLIC = {TOTAL_NORM: "get_total_norm", CLIP: "clip_grads_with_norm_"}
 CLIP_VALUE = "clip_value"  # an argument of clip_grad_value_()
 NORM_TYPE, MUST_BE_FINITE = "_anabranch_norm_type", "_anabranch_must_be_finite"
-NAMES = "_get_fqns"  # of torch.distributed.checkpoint: the names under which an entry of a model's state_dict is saved
+NAMES = "_get_fqns"  # torch.distributed.checkpoint's: the names under which an entry of a state_dict is saved
 PREFIX = "module."  # of all parameters of a wrapper
 CONCURRENT_PASSES = 64  # backward passes that run at the same time, at most
 
-
-class ModelUnderLean(Protocol):
-    """The part of a ``LeanDataParallel`` that is used here."""
-
-    module: nn.Module
-
-    def trained_parameters(self) -> Collection[nn.Parameter]:
-        """The parameters that it updates in backward; none if it is closed."""
-        ...
-
-    def clip_grad_norm_(self, max_norm: float, norm_type: float) -> torch.Tensor:
-        """The norm of the last step; raises RuntimeError unless it was clipped so."""
-        ...
-
-    def clip_grad_value_(self, clip_value: float) -> None:
-        """Raises RuntimeError unless the last step was clipped so."""
-        ...
-
-
-_models: "WeakSet[ModelUnderLean]" = WeakSet()
+_models: "WeakSet[LeanDataParallel]" = WeakSet()
 _scaled_passes: "deque[tuple[int, ref[torch.amp.GradScaler]]]" = deque(maxlen=CONCURRENT_PASSES)  # by graph task
 _installed = False
 
 
-def watch(model: ModelUnderLean) -> None:
-    """Notice from now on if this model's gradients are to be clipped after backward."""
+def watch(model: "LeanDataParallel") -> None:
+    """Have torch's calls respect this model from now on."""
     _models.add(model)
     _install()
 
 
-def scaler_of_this_pass() -> torch.amp.GradScaler | None:
-    """The GradScaler that has scaled the loss of the backward pass that is running; None if none has."""
+def check_followed(followed: Scaler | None) -> None:
+    """Raise RuntimeError if the loss of this backward pass was scaled by a GradScaler that the model does not follow.
+
+    ``followed``: the one that it follows; another class may have a GradScaler inside.
+    """
     task = torch._C._current_graph_task_id()
-    return next((scaler() for one, scaler in reversed(_scaled_passes) if one == task), None)
+    scaler = next((scaler() for one, scaler in reversed(_scaled_passes) if one == task), None)
+    if scaler is None or scaler is followed:
+        return
+    if followed is None or isinstance(followed, torch.amp.GradScaler):
+        raise RuntimeError(
+            f"the loss was scaled by a GradScaler whose scale is {scaler.get_scale()}, and this DataParallel under "
+            f"Lean follows {'none' if followed is None else 'another one'}: its updates would be as much too "
+            "large. Nothing was updated. Call follow(scaler) on the model once, on every rank, before training; "
+            "then only scaler.scale(loss).backward()"
+        )
 
 
 def _install() -> None:
@@ -83,9 +76,9 @@ def _install() -> None:
     _installed = True
     register_optimizer_step_pre_hook(_refuse_idle_step)
     for scaler in (torch.amp.GradScaler, ShardedGradScaler):  # which has a scale() of its own
-        scaler.scale = _noting_passes(scaler.scale)  # type: ignore[method-assign]
+        scaler.scale = _recording_passes(scaler.scale)  # type: ignore[method-assign]
     parts = [
-        (clip_grad, TOTAL_NORM, _noting_norm_type),
+        (clip_grad, TOTAL_NORM, _recording_norm_type),
         (clip_grad, CLIP, _clipping),
         (clip_grad, GROUPS, _clipping_values),
         (checkpoint, NAMES, _naming),
@@ -104,8 +97,8 @@ def _install() -> None:
             setattr(utils, public, replaced)
 
 
-def _noting_norm_type(stock: Any) -> Any:
-    """torch's total norm, which also notes what it was asked: the call that follows is not told."""
+def _recording_norm_type(stock: Any) -> Any:
+    """torch's total norm, which records its arguments in its result; the clipping call does not receive them."""
 
     @wraps(stock)
     def total_norm(
@@ -197,7 +190,7 @@ def _refuse_idle_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], k
 
 
 def _naming(stock: Any) -> Any:
-    """torch's names of an entry; for a model under Lean those that it has for DDP."""
+    """torch's names of an entry; for a model under Lean, as for DDP."""
 
     @wraps(stock)
     def names(model: Any, name: str, *args: Any, skip_ddp_prefix: bool = True, **kwargs: Any) -> set[str]:
@@ -211,8 +204,8 @@ def _naming(stock: Any) -> Any:
     return names
 
 
-def _noting_passes(stock: Any) -> Any:
-    """``GradScaler.scale``, which also notes the backward passes that begin with what it has scaled."""
+def _recording_passes(stock: Any) -> Any:
+    """``GradScaler.scale``, which also records the backward passes that begin with what it has scaled."""
 
     @wraps(stock)
     def scale(self: torch.amp.GradScaler, outputs: Any) -> Any:
@@ -220,11 +213,11 @@ def _noting_passes(stock: Any) -> Any:
         if self.is_enabled():
             for tensor in tensors_in(scaled):
                 if tensor.requires_grad:
-                    tensor.register_hook(partial(_note, ref(self)))
+                    tensor.register_hook(partial(_record_pass, ref(self)))
         return scaled
 
     return scale
 
 
-def _note(scaler: "ref[torch.amp.GradScaler]", gradient: torch.Tensor) -> None:  # noqa: ARG001
+def _record_pass(scaler: "ref[torch.amp.GradScaler]", gradient: torch.Tensor) -> None:  # noqa: ARG001
     _scaled_passes.append((torch._C._current_graph_task_id(), scaler))

@@ -1,0 +1,315 @@
+"""What to do within a budget of memory: how residuals are stored, and which activations are recomputed.
+
+Every way to store residuals leaves some room for activations, and takes some time in each step. How much it holds at
+every moment of a step is said by the account (``planning.memory``), as for ``anabranch memory``: of a model that trains
+it gets what its blocks were seen to save. For each the solver finds the least extra time with which activations keep
+within the room. The one with the least sum is chosen; of those that differ by less than a measurement can tell, the
+most exact one.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from anabranch.exchange.compression import Settings, keeps_residual, kinds_of
+from anabranch.lean.activations.blocks import END, REST, blocks_of
+from anabranch.lean.activations.cost_model import Action, BlockCosts, in_use
+from anabranch.lean.activations.solver import BudgetError, Choice, choose, smallest_budget
+from anabranch.observe.clock import clock_for
+from anabranch.planning.memory import (
+    FRAGMENTATION,
+    Footprint,
+    MemoryUse,
+    Moment,
+    OptimizerMemory,
+    ReadyGradient,
+    ResidualPlacement,
+    Setting,
+    StepProfile,
+    TrainingMode,
+    allocated_nbytes,
+    lean_moments,
+    peak_footprint,
+    residual_nbytes,
+)
+from anabranch.values.kinds.names import DENSE, OKTOPK, density_of
+from anabranch.values.kinds.options import Auto, OkTopk
+
+ALIKE = 0.005  # share of the computing time by which choices may differ and count as equally fast
+ROUNDED: tuple[ResidualPlacement, ...] = ("bf16", "int8")
+COPIED_NBYTES, COPIES = 64 << 20, 8  # to measure the device's memory: large enough that start-up costs do not count
+
+
+class Gradient(NamedTuple):
+    """A gradient of the live model, and the block with whose backward it comes."""
+
+    name: str
+    numel: int
+    nbytes: int
+    sparse: bool
+    block: str
+
+
+@dataclass(frozen=True)
+class Held:
+    """What a rank holds besides activations and residuals.
+
+    weights_nbytes   parameters and buffers
+    optimizer        its state, and what a step needs on top
+    gradients        in the order of backward
+    exchanges        those that plans may choose, each with its setting for the account
+    """
+
+    weights_nbytes: int
+    optimizer: OptimizerMemory
+    gradients: Sequence[Gradient]
+    exchanges: Sequence[tuple[TrainingMode, Setting]]
+
+    def storages(self, blocks: Sequence[BlockCosts], memory_nbytes_per_s: float) -> list["Storage"]:
+        """How residuals may be stored, the most exact first. Rounding reads and writes all values twice."""
+        step = self._step(blocks)
+        exact_nbytes = max(residual_nbytes(step.profile, setting, mode) for mode, setting in self.exchanges)
+        found = [self._storage(step, "in place")]
+        for how in ROUNDED if exact_nbytes else ():
+            stored = (residual_nbytes(step.profile, s, mode._replace(residuals=how)) for mode, s in self.exchanges)
+            passed_s = (2 * exact_nbytes + 3 * max(stored)) / memory_nbytes_per_s
+            found.append(replace(self._storage(step, how), extra_s=passed_s))
+        return found
+
+    def _storage(self, step: "BlockStep", residuals: ResidualPlacement) -> "Storage":
+        exchanges = [(mode._replace(residuals=residuals), setting) for mode, setting in self.exchanges]
+        moments = [moment for mode, setting in exchanges for moment in lean_moments(step.profile, setting, mode)]
+        held_nbytes = min(moment.footprint.nbytes for moment in moments)
+        return Storage(residuals, step, exchanges, held_nbytes, step.on_top(moments, held_nbytes), step.at_end(moments))
+
+    def _step(self, blocks: Sequence[BlockCosts]) -> "BlockStep":
+        """The step as the account sees it: gradients in the order in which the blocks are differentiated."""
+        own: dict[str, list[Gradient]] = {block.name: [] for block in reversed(blocks)}
+        for one in self.gradients:
+            own[one.block if one.block in own else blocks[0].name].append(one)  # what did not run comes last
+        none, ready, spans = MemoryUse(0), list[ReadyGradient](), {}
+        for name, gradients in own.items():
+            spans[name] = range(len(ready), len(ready) + len(gradients))
+            ready += [ReadyGradient(one.name, one.numel, one.nbytes, none, none, one.sparse) for one in gradients]
+        return BlockStep(StepProfile(self.weights_nbytes, tuple(ready), none, self.optimizer), spans)
+
+
+@dataclass(frozen=True)
+class BlockStep:
+    """A step whose activations are known by block.
+
+    profile   without activations
+    spans     by block, in the order of backward: its gradients, as indices; where it has none, the next one follows it
+    """
+
+    profile: StepProfile
+    spans: Mapping[str, range]
+
+    def on_top(self, moments: Sequence[Moment], held_nbytes: int) -> dict[str, int]:
+        """By block: what is in memory on top of ``held_nbytes`` while it is differentiated, activations apart."""
+        gradients = self.profile.gradients
+        most: dict[tuple[int, bool], int] = {}
+        for moment in moments:
+            if moment.index < len(gradients):
+                nbytes = moment.footprint.nbytes + gradients[moment.index].nbytes - held_nbytes
+                key = (moment.index, moment.ready)
+                most[key] = max(most.get(key, 0), nbytes)
+        return {
+            block: max(most.get((index, ready), 0) for index in self._seen(span) for ready in {False, bool(span)})
+            for block, span in self.spans.items()
+        }
+
+    def at_end(self, moments: Iterable[Moment]) -> int:
+        """The most that is in memory when backward is over."""
+        return max(moment.footprint.nbytes for moment in moments if moment.index == len(self.profile.gradients))
+
+    def with_activations(self, in_use_nbytes: Mapping[str, int]) -> StepProfile:
+        """The profile with these bytes of activations while each block is differentiated."""
+        before, when_ready = ([0] * len(self.profile.gradients) for _ in range(2))
+        for block, span in self.spans.items():
+            for index in self._seen(span):
+                before[index] = max(before[index], in_use_nbytes[block])
+                when_ready[index] = in_use_nbytes[block] if span else when_ready[index]
+        gradients = tuple(
+            replace(one, peak_before=MemoryUse(a, one.nbytes), when_ready=MemoryUse(b, one.nbytes))
+            for one, a, b in zip(self.profile.gradients, before, when_ready, strict=True)
+        )
+        return replace(self.profile, gradients=gradients)
+
+    def _seen(self, span: range) -> range:
+        """The gradients until which a block's activations are in memory."""
+        next_one = min(span.start, len(self.profile.gradients) - 1)
+        return span or range(next_one, next_one + 1)
+
+
+@dataclass(frozen=True)
+class Storage:
+    """How residuals are stored: what a rank then holds besides activations, and what it costs in each step.
+
+    exchanges       of the account, with their settings
+    held_nbytes     what it holds at every moment
+    on_top_nbytes   by block: what it holds more while that is differentiated
+    end_nbytes      what it holds at the end of backward, when activations are gone
+    """
+
+    residuals: ResidualPlacement
+    step: BlockStep
+    exchanges: Sequence[tuple[TrainingMode, Setting]]
+    held_nbytes: int
+    on_top_nbytes: Mapping[str, int]
+    end_nbytes: int
+    extra_s: float = 0.0
+
+    def peak(self, blocks: Sequence[BlockCosts], actions: Mapping[str, Action]) -> Footprint:
+        """The peak of a step with these actions, by the account."""
+        profile = self.step.with_activations(in_use(blocks, actions))
+        found = (peak_footprint(profile, mode, setting) for mode, setting in self.exchanges)
+        return max(found, key=lambda footprint: footprint.nbytes)
+
+    def occupied(self, blocks: Iterable[BlockCosts]) -> list[BlockCosts]:
+        """The blocks with what is in memory next to their activations, for a solver whose room is all but ``held``."""
+        return [replace(block, work_nbytes=block.work_nbytes + self.on_top_nbytes[block.name]) for block in blocks]
+
+    def fastest(self, blocks: Sequence[BlockCosts], room_nbytes: int) -> Choice | None:
+        """The fastest actions within the room, with the time of storing in the forecast; None where nothing fits."""
+        if max(self.end_nbytes, self.held_nbytes) > room_nbytes:
+            return None
+        try:
+            actions, forecast = choose(self.occupied(blocks), room_nbytes - self.held_nbytes)
+        except BudgetError:
+            return None
+        return Choice(actions, forecast._replace(extra_s=forecast.extra_s + self.extra_s))
+
+    def least_nbytes(self, blocks: Sequence[BlockCosts]) -> int:
+        """The least room in which some actions fit."""
+        return max(self.held_nbytes + smallest_budget(self.occupied(blocks)), self.end_nbytes)
+
+
+@dataclass(frozen=True)
+class WithinChoice:
+    """What was chosen within a budget.
+
+    choice        the actions for activations; the forecast has the extra time of a step, storing included
+    peak_nbytes   the predicted peak of a rank
+    tried         by how residuals are stored, the extra time of a step; None where it does not fit
+    """
+
+    residuals: ResidualPlacement
+    choice: Choice
+    peak_nbytes: int
+    tried: Mapping[ResidualPlacement, float | None]
+
+    def message(self, budget_nbytes: int) -> dict[str, Any]:
+        """The choice as a JSON document, which other ranks follow."""
+        return {
+            **self.choice._asdict(),
+            "residuals": self.residuals,
+            "within_nbytes": budget_nbytes,
+            "peak_nbytes": self.peak_nbytes,
+            "tried": dict(self.tried),
+        }
+
+
+def choose_within(blocks: Sequence[BlockCosts], storages: Sequence[Storage], budget_nbytes: int) -> WithinChoice:
+    """What trains fastest within the budget; BudgetError, which names the least that would do, if nothing fits."""
+    room_nbytes = int(budget_nbytes * (1 - FRAGMENTATION))
+    choices = {storage.residuals: storage.fastest(blocks, room_nbytes) for storage in storages}
+    tried = {how: None if choice is None else choice.forecast.extra_s for how, choice in choices.items()}
+    fitting = [(storage, choice) for storage in storages if (choice := choices[storage.residuals]) is not None]
+    if not fitting:
+        least = min(storage.least_nbytes(blocks) for storage in storages)
+        raise BudgetError(
+            f"within is {_size(budget_nbytes)}, of which {FRAGMENTATION:.0%} are left to the allocator: no mode keeps "
+            f"within it; give at least {_size(int(least / (1 - FRAGMENTATION)) + 1)}, or a smaller batch"
+        )
+    computing_s = sum(block.forward_s + block.backward_s for block in blocks)
+    enough_s = min(choice.forecast.extra_s for _, choice in fitting) + ALIKE * computing_s
+    storage, choice = next(one for one in fitting if one[1].forecast.extra_s <= enough_s)
+    return WithinChoice(storage.residuals, choice, storage.peak(blocks, choice.actions).nbytes, tried)
+
+
+def check_fits(message: Mapping[str, Any], blocks: Sequence[BlockCosts], storages: Sequence[Storage]) -> None:
+    """Raise BudgetError unless what rank 0 has chosen keeps within the budget on this rank, too."""
+    storage = next(storage for storage in storages if storage.residuals == message["residuals"])
+    peak_nbytes = storage.peak(blocks, message["actions"]).nbytes
+    if peak_nbytes > message["within_nbytes"]:
+        raise BudgetError(
+            f"rank 0 has chosen what keeps within {_size(message['within_nbytes'])} there, and this rank would need "
+            f"{_size(peak_nbytes)}: give every rank a batch of the same size, or rank 0 the largest"
+        )
+
+
+def memory_nbytes_per_s(device: torch.device) -> float:
+    """Bytes a second that the device reads and writes in its own memory, measured."""
+    clock = clock_for(device)
+    source, target = (torch.zeros(COPIED_NBYTES, dtype=torch.uint8, device=device) for _ in range(2))
+    target.copy_(source)  # memory is mapped in the first copy
+    start = clock.mark()
+    for _ in range(COPIES):
+        target.copy_(source)
+    end = clock.mark()
+    clock.settle()
+    seconds = clock.elapsed_s(start, end)
+    clock.close()
+    return 2 * COPIES * COPIED_NBYTES / max(seconds, 1e-9)
+
+
+def described(message: Mapping[str, Any]) -> str:
+    """A line for ``explain()``."""
+    gib, how = 1 << 30, Counter(message["actions"].values())
+    activations = ", ".join(f"{count} {action}" for action, count in how.items())
+    others = [
+        f"{residuals} {'does not fit' if extra_s is None else f'+{1e3 * extra_s:.2f} ms'}"
+        for residuals, extra_s in message["tried"].items()
+        if residuals != message["residuals"]
+    ]
+    instead = f"; otherwise: {', '.join(others)}" if others else ""
+    residuals = f"residuals {message['residuals']}, " if others else ""  # where there was a choice
+    extra_ms = 1e3 * message["tried"][message["residuals"]]
+    return (
+        f"within {message['within_nbytes'] / gib:.2f} GiB: {residuals}blocks of activations: {activations}; predicted "
+        f"peak {message['peak_nbytes'] / gib:.2f} GiB, +{extra_ms:.2f} ms a step{instead}"
+    )
+
+
+def gradients_of(
+    module: nn.Module, parameters: Mapping[str, nn.Parameter], may_be_sparse: Callable[[torch.Tensor], bool]
+) -> list[Gradient]:
+    """The gradients of these parameters, as backward is expected to make them: from the last to the first.
+
+    What belongs to no block comes with the block behind it in the module; with ``END`` behind the last, with ``REST``
+    before the first.
+    """
+    own: dict[nn.Parameter, str] = {}
+    for block in blocks_of(module):
+        for part in block.modules:
+            own |= {parameter: block.name for parameter in part.parameters() if parameter not in own}
+    backwards = list(parameters.items())[::-1]
+    last = max((number for number, (_, parameter) in enumerate(backwards) if parameter in own), default=-1)
+    found, block_name = [], END
+    for number, (name, parameter) in enumerate(backwards):
+        block_name = REST if number > last else own.get(parameter, block_name)
+        nbytes = allocated_nbytes(parameter.nbytes)
+        found.append(Gradient(name, parameter.numel(), nbytes, may_be_sparse(parameter), block_name))
+    return found
+
+
+def exchanges_of(settings: Settings, setting: Setting) -> list[tuple[TrainingMode, Setting]]:
+    """The exchanges that plans may choose, each with its setting for the account; dense where nothing is compressed."""
+    options = settings.oktopk if isinstance(settings, Auto) else settings if isinstance(settings, OkTopk) else OkTopk()
+    found = []
+    for kind in kinds_of(settings):
+        if (density := density_of(kind)) is None:
+            mode = TrainingMode(kind, lean=True, rounding_errors=keeps_residual(settings, kind))
+            found.append((mode, replace(setting, density=1.0, options=options)))
+        else:
+            found.append((TrainingMode(OKTOPK, lean=True), replace(setting, density=density, options=options)))
+    return found or [(TrainingMode(DENSE, lean=True), setting)]
+
+
+def _size(nbytes: int) -> str:
+    return f"{nbytes} bytes ({nbytes / (1 << 30):.3f} GiB)"

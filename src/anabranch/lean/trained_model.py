@@ -1,0 +1,142 @@
+"""What Lean expects of a model between steps: the parameters it was wrapped with, frozen alike on all ranks."""
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from hashlib import sha256
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from anabranch.exchange.agree import from_all_ranks
+from anabranch.exchange.contracts import Group, issued
+from anabranch.exchange.parameters import ignored_names, trained_only
+from anabranch.values.errors import CollectiveError, DisagreementError
+
+
+def trained_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
+    """The parameters that require gradients, by name; shared ones once; without those that DDP ignores."""
+    ignored = ignored_names(module)
+    return {n: p for n, p in module.named_parameters() if p.requires_grad and n not in ignored}
+
+
+class TrainedModel:
+    """A module whose parameters may be frozen after wrapping, but not added, replaced, unfrozen or converted.
+
+    ``parameters``: those that required gradients when it was wrapped.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self.parameters = trained_parameters(module)
+        self._memory_formats = {name: _memory_format(parameter) for name, parameter in self.parameters.items()}
+        self._fingerprint = ModuleFingerprint(module)
+
+    def trained_now(self) -> dict[str, nn.Parameter]:
+        """The parameters that require gradients now."""
+        return trained_parameters(self._module)
+
+    def as_wrapped(self) -> AbstractContextManager[None]:
+        """A context in which the parameters are trained that were when the module was wrapped, whatever is frozen."""
+        return trained_only(self._module, self.parameters.values())
+
+    def check(self) -> None:
+        """Raise if the parameters were changed, other than by freezing; fast if nothing has changed."""
+        if self._fingerprint.unchanged():
+            return
+        for name, parameter in self.trained_now().items():
+            if (was := self._memory_formats.get(name, now := _memory_format(parameter))) != now:
+                raise RuntimeError(
+                    f"{name} is {now} and was {was} when the model was wrapped: expected the same, since its bucket "
+                    "was built for that; convert or move the model before wrapping it, or close() this DataParallel "
+                    "and wrap the module again"
+                )
+            if self.parameters.get(name) is not parameter:
+                raise RuntimeError(
+                    f"{name} was unfrozen, added or replaced after the model was wrapped, and is in no optimizer of "
+                    "Lean: close() this DataParallel and wrap the module again"
+                )
+        self._fingerprint = ModuleFingerprint(self._module)
+
+
+class ModuleFingerprint:
+    """The parts and parameters of a module, compared before every forward; faster than a walk over all names."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._tables = [table for part in module.modules() for table in (part._parameters, part._modules)]
+        self._parameters = list(module.parameters())
+        self._kept_alive = [part for table in self._tables for part in table.values()]  # so that no id is reused
+        self._before = self._now()
+
+    def unchanged(self) -> bool:
+        """Whether the module has the same parts and parameters, with the same dtype, device, strides and freezing."""
+        return self._now() == self._before
+
+    def _now(self) -> tuple[list[int], list[object]]:
+        return [id(part) for table in self._tables for part in table.values()], [
+            (parameter.dtype, parameter.device, parameter.requires_grad, parameter.stride())
+            for parameter in self._parameters
+        ]
+
+
+class FrozenAgreement:
+    """Compares between ranks which parameters are frozen, in every averaged backward pass.
+
+    One that is frozen on some ranks only would part the ranks' weights. The message has 16 bytes and is sent while
+    backward computes the first bucket.
+    """
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        self._parameters = parameters
+        self._extremes = torch.zeros(2, dtype=torch.int64)  # the largest digest of all ranks, and the smallest times −1
+        self._work: dist.Work | None = None
+
+    def begin(self, control: Group) -> None:
+        """Start to compare, by a group for small messages in host memory; ``check`` must follow. Collective."""
+        if dist.get_world_size(control) == 1:
+            return
+        flags = bytes(parameter.requires_grad for parameter in self._parameters.values())
+        digest = int.from_bytes(sha256(flags).digest()[:7])
+        self._extremes = torch.tensor([digest, -digest])
+        work = dist.all_reduce(self._extremes, op=dist.ReduceOp.MAX, group=control, async_op=True)
+        self._work = issued(work, "which parameters are frozen")
+
+    def check(self, control: Group) -> None:
+        """Raise DisagreementError on every rank unless all ranks have frozen the same parameters."""
+        if self._work is None:
+            return
+        try:
+            self._work.wait()
+        except RuntimeError as error:
+            raise CollectiveError(
+                f"ranks could not compare which parameters are frozen: {error}. Another rank has died, stalled or left "
+                "this step: look for the first error among all ranks. This rank starts no further collective"
+            ) from error
+        largest, smallest = self._extremes.tolist()
+        if largest != -smallest:
+            self._raise_disagreement(control)
+
+    def close(self) -> None:
+        """Drop the last message, before its group is destroyed."""
+        self._work = None
+
+    def _raise_disagreement(self, control: Group) -> None:
+        own = [name for name, parameter in self._parameters.items() if not parameter.requires_grad]
+        frozen = [part.decode().split("\n") for part in from_all_ranks("\n".join(own).encode(), control)]
+        splits = (_split(name, frozen) for name in self._parameters)
+        name, here, elsewhere = next(split for split in splits if split[1] and split[2])
+        raise DisagreementError(
+            f"{name} is frozen (requires_grad is False) on ranks {here} and not on ranks {elsewhere}: expected the "
+            "same on all ranks, since their weights would part. No rank has updated anything in this step. Freeze it "
+            "on every rank before the same forward; close() this DataParallel and wrap the module again"
+        )
+
+
+def _split(name: str, frozen: Sequence[Sequence[str]]) -> tuple[str, list[int], list[int]]:
+    """The name, the ranks that have frozen it, and those that have not."""
+    here = [rank for rank, names in enumerate(frozen) if name in names]
+    return name, here, [rank for rank in range(len(frozen)) if rank not in here]
+
+
+def _memory_format(parameter: nn.Parameter) -> str:
+    return f"{parameter.dtype} on {parameter.device} with strides {parameter.stride()}"
