@@ -234,15 +234,17 @@ def measure_links(
     """
     largest = max(1 << 20, min(LARGEST_NBYTES, largest_nbytes))
 
-    def network(group: Group, collectives: Mapping[str, Collective], beside: Group | None = None) -> Network:
-        return measure([group], device, largest, MEASURING_S, {"dense": dense, **collectives}, growth=4, beside=beside)
+    def network(group: Group, collectives: Mapping[str, Collective], contending: Group | None = None) -> Network:
+        return measure(
+            [group], device, largest, MEASURING_S, {"dense": dense, **collectives}, growth=4, contending=contending
+        )
 
     overlaps = device.type == "cuda"
     if mesh.ndim == 1:
         return Links(network(mesh.get_group(0), inside_collectives), overlaps=overlaps)
     nodes, inside = mesh.get_group(0), mesh.get_group(1)
     within = agree_on(Network, network(inside, inside_collectives), nodes)
-    between = agree_on(Network, network(nodes, {}, beside=inside), inside)
+    between = agree_on(Network, network(nodes, {}, contending=inside), inside)
     return Links(within, between, overlaps=overlaps)
 
 

@@ -165,6 +165,7 @@ def of_both() -> list[dict[str, Any]]:
     return on_ranks(both, 3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_values_are_the_real_ones_and_come_no_sooner_than_the_model_says(
     name: str, of_both: list[dict[str, Any]]
@@ -173,7 +174,7 @@ def test_values_are_the_real_ones_and_come_no_sooner_than_the_model_says(
         (expected, found), took_ms = answers[name]
         assert len(expected) == len(found)
         assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
-        assert LEAST_MS[name] <= took_ms <= LEAST_MS[name] + 5_000  # a machine may be busy; it cannot be too fast
+        assert LEAST_MS[name] <= took_ms, "a machine may be busy; it cannot be too fast"
 
 
 def habits(rank: int) -> dict[str, Any]:
