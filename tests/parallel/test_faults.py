@@ -152,7 +152,7 @@ def test_survivors_say_what_they_waited_for_and_end(fault: str, ending: str, mem
         assert codes[VICTIM] == -signal.SIGKILL and VICTIM not in notes
 
 
-@pytest.mark.campaign_but_first
+@pytest.mark.campaign
 @pytest.mark.parametrize("memory", list(MEMORIES))
 def test_a_program_that_forgets_to_destroy_its_groups_ends_cleanly(memory: str, tmp_path: Path) -> None:
     codes, words, notes = run(tmp_path, "none", "exit", memory)

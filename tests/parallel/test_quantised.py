@@ -23,6 +23,8 @@ from parallel.models import Doubles
 from parallel.twins import Feature, bits, plain_train, steps, twins
 from ranks import cases_on_ranks, on_ranks
 
+pytestmark = pytest.mark.slow
+
 POINTS = [(0, 1e-5, 0.0), (1 << 20, 1e-3, 0.0)]
 
 

@@ -112,6 +112,7 @@ def test_no_slow_links(capsys: pytest.CaptureFixture[str], made_up: Parts, tmp_p
     assert "Compressed: loss over time" in page and "on a fast link" not in page and "A dense plan" not in page
 
 
+@pytest.mark.slow
 def test_at_your_size() -> None:
     found = demo._scaling()
     assert [strategy["name"] for strategy in found["strategies"]] == [
