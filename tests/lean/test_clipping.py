@@ -207,7 +207,7 @@ def test_compressed_training_is_that_of_data_parallel() -> None:
 
 
 def scaled(rank: int) -> list[float]:
-    """DDP with a GradScaler and clipping, compared with Lean that follows one; rank 1 has an infinite gradient in step 3."""
+    """DDP with a GradScaler and clipping, and Lean that follows one; rank 1 has an infinite gradient in step 3."""
     ours, theirs = made(), made()
     lean, ddp = lean_of(ours, "adamw", {"clip_norm": CLIP}), DistributedDataParallel(theirs)
     stepped = OPTIMIZERS["adamw"]([p for p in theirs.parameters() if p.requires_grad])
