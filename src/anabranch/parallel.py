@@ -160,7 +160,7 @@ class DataParallel(Tuned, ExtensibleDDP):
         agree_later: Agree | None,
     ) -> None:
         def make_layout() -> DdpLayout:
-            self._layout = DdpLayout(self, collectives)
+            self._layout = DdpLayout(self)
             return self._layout
 
         parameters = reduced_parameters(self)
@@ -199,7 +199,7 @@ class DataParallel(Tuned, ExtensibleDDP):
         """
         check_shareable(optimizer)
         collectives, owner = self._collectives, weakref.ref(self)
-        if collectives is not None and any(map(collectives.sends_velocities, collectives.kinds)):
+        if collectives is not None and any(map(collectives.residuals.sends_velocities, collectives.kinds)):
             share_momentum(optimizer, lambda: _velocities(owner()))
 
     def close(self) -> None:
@@ -299,7 +299,7 @@ def _velocities(model: DataParallel | None) -> list[nn.Parameter]:
     tuner = model._tuner if model is not None else None
     if tuner is None or (plan := tuner.runner.plan_in_force) is None:
         return []
-    sends_velocities = tuner.collectives.sends_velocities
+    sends_velocities = tuner.collectives.residuals.sends_velocities
     names = [name for bucket in plan.buckets if sends_velocities(bucket.collective) for name in bucket.names]
     return [parameter for name in names if (parameter := tuner.runner.parameters.get(name)) is not None]
 

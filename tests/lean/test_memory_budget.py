@@ -207,7 +207,7 @@ def trained_within(rank: int, within: Any, compress: bool) -> tuple[str, str, li
     for step in range(6):
         lean(batch(step, rank)).square().mean().backward()
     chosen = str(lean._activations.agreed["residuals"])
-    stored = {state.packed is None for state in lean._collectives._memory._state.buckets()} if compress else set()
+    stored = {state.packed is None for state in lean._collectives.residuals.buckets()} if compress else set()
     assert stored <= {chosen == "in place"}
     explained = lean.explain().splitlines()[-1]
     lean.close()

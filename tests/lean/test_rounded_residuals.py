@@ -27,7 +27,7 @@ def conserved(rank: int, residuals: Any, kind: str) -> float:
     for step in range(STEPS):
         (0.01 * lean(batch(step, rank)).pow(2).sum()).backward()
         waits = lean.comm_state_dict()["residuals"]
-        for bucket in lean._collectives._memory._state.buckets():
+        for bucket in lean._collectives.residuals.buckets():
             assert len(bucket.residual) == 0, "none is in float32 between steps"
             for name in bucket.names:
                 allowed[name] += STEP[residuals] * float(bucket.current().abs().max())

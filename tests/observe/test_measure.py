@@ -59,6 +59,7 @@ def two_kinds_on_four_lanes(rank: int) -> dict[str, Any]:
     return facts_of(quietly(lanes, CPU, largest_nbytes=100_001, budget_s=0.3, collectives=timed))
 
 
+@pytest.mark.slow
 def test_what_is_measured_and_that_all_ranks_hold_the_same() -> None:
     first, second, third = on_ranks(two_kinds_on_four_lanes, 3)
     assert first["text"] == second["text"] == third["text"]

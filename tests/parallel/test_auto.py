@@ -76,6 +76,7 @@ ALLOWED: dict[str, tuple[Any, float, set[str]]] = {
 }
 
 
+@pytest.mark.slow
 def test_the_network_decides_how_faithful_gradients_travel() -> None:
     cases = {name: (tuned_run, compress, s_per_byte) for name, (compress, s_per_byte, _) in ALLOWED.items()}
     for name, answers in cases_on_ranks(cases, 2, timeout_s=120.0).items():

@@ -308,6 +308,7 @@ def held(rank: int, at: int, callers: tuple[int, ...]) -> dict[str, object]:
     }
 
 
+@pytest.mark.slow
 def test_hold_keeps_the_best_layout_and_averaging_continues() -> None:
     calls: list[tuple[int, tuple[int, ...]]] = [(1, (0, 1)), (80, (0, 1)), (80, (0,)), (80, (1,))]
     answers = cases_on_ranks({str(call): (held, *call) for call in calls}, 2, timeout_s=120.0)

@@ -9,7 +9,6 @@ import torch.distributed as dist
 import anabranch as ab
 from anabranch import Network
 from anabranch.values.kinds.formats import FORMATS
-from anabranch.values.kinds.options import ROUNDINGS
 from parallel.given_gradients import (
     COLUMNS,
     ROWS,
@@ -25,7 +24,6 @@ from parallel.twins import Feature, bits, plain_train, steps, twins
 from ranks import on_ranks
 
 KINDS = pytest.mark.parametrize("kind", list(FORMATS))
-NEAREST, STOCHASTIC = ROUNDINGS
 POINTS = [(0, 1e-5, 0.0), (1 << 20, 1e-3, 0.0)]
 
 
@@ -111,7 +109,7 @@ def resumed(rank: int, options: ab.Quantised, cut: int | None) -> torch.Tensor:
 
 @pytest.mark.parametrize(
     "options",
-    [ab.Quantised("int4"), ab.Quantised("int4", "stochastic"), ab.Quantised("int8", "stochastic", residual=True)],
+    [ab.Quantised("int4"), ab.Quantised("int8", residual=True)],
     ids=str,
 )
 def test_residuals_resume_bit_by_bit(options: ab.Quantised) -> None:
@@ -119,12 +117,7 @@ def test_residuals_resume_bit_by_bit(options: ab.Quantised) -> None:
         assert torch.equal(whole, cut)
 
 
-OPTIONS = [
-    ab.Quantised(kind, rounding, residual)
-    for kind in FORMATS
-    for rounding in (NEAREST, STOCHASTIC)
-    for residual in (False, True)
-]
+OPTIONS = [ab.Quantised(kind, residual=residual) for kind in FORMATS for residual in (False, True)]
 
 
 def optioned(rank: int, options: ab.Quantised) -> dict[str, Any]:
@@ -151,21 +144,6 @@ def test_every_option(options: ab.Quantised) -> None:
         )
     else:
         assert all(answer["state"] == {} for answer in answers)
-
-
-def test_stochastic_rounding_is_another_in_every_step_and_the_same_in_every_run() -> None:
-    options = ab.Quantised("int8", STOCHASTIC)
-    once, again = (on_ranks(same_gradient, 2, options)[0] for _ in range(2))
-    assert torch.equal(once, again)
-    assert not torch.equal(once[0], once[1])
-    nearest = on_ranks(same_gradient, 2, ab.Quantised("int8"))[0]
-    assert torch.equal(nearest[0], nearest[1])
-
-
-def same_gradient(rank: int, options: ab.Quantised) -> torch.Tensor:
-    """The averages of two steps with the same gradients."""
-    model, parallel = with_options(options)
-    return torch.stack([one_step(model, parallel, 1, rank) for _ in range(2)])
 
 
 def poisoned(rank: int, kind: str) -> list[bool]:

@@ -9,11 +9,10 @@ from torch import nn
 
 from anabranch import Bucket, DisagreementError, Plan
 from anabranch.exchange.collectives import Collectives
-from anabranch.exchange.contracts import BucketExchange
 from anabranch.exchange.dense import DenseExchanges
 from anabranch.exchange.launcher import BucketLauncher
 from anabranch.tuning.runner import PlanRunner
-from exchange.fake_exchanges import EighthsExchanges, FakeMemory
+from exchange.fake_exchanges import EighthsExchanges, RecordingResiduals
 from ranks import on_ranks
 
 BOTH = Plan((Bucket(("weight", "bias")),))
@@ -25,9 +24,8 @@ class FakeLayout:
 
     default_label = "its own buckets"
 
-    def __init__(self, exchange: BucketExchange, default_plan: Plan | None = None) -> None:
+    def __init__(self, default_plan: Plan | None = None) -> None:
         self.default_plan = default_plan
-        self.exchange = exchange
         self.module = nn.Linear(2, 2)
         self.rebuildable = True
         self.calls: list[str] = []
@@ -62,9 +60,9 @@ class Rig:
 
     def __init__(self, default_plan: Plan | None = None) -> None:
         assert dist.group.WORLD is not None
-        self.memory = FakeMemory()
-        collectives = Collectives(EighthsExchanges(), DenseExchanges(), memory=self.memory)
-        self.layout = FakeLayout(collectives, default_plan)
+        self.residuals = RecordingResiduals()
+        collectives = Collectives(EighthsExchanges(), DenseExchanges(), residuals=self.residuals)
+        self.layout = FakeLayout(default_plan)
         self.runner = PlanRunner(self.layout, dist.group.WORLD, collectives, lambda: None)
 
     def calls(self) -> list[str]:
@@ -80,7 +78,7 @@ def changes(rank: int) -> None:
     assert (runner.plan, runner.plan_in_force, runner.launcher, rig.calls()) == (None, None, None, [])
     runner.use_plan(APART)
     assert (runner.plan, runner.plan_in_force, runner.launcher) == (APART, None, None), "not before the next step"
-    assert len(runner.lanes) == 2 and rig.memory.calls == ["use_plan 2"]
+    assert len(runner.lanes) == 2 and rig.residuals.calls == ["use_plan 2"]
     runner.before_forward(averaged=False)
     assert runner.plan_in_force is None and rig.calls() == ["before_change", "before_forward"], "the layout may refuse"
     runner.before_forward(averaged=True)
@@ -99,7 +97,7 @@ def changes(rank: int) -> None:
     runner.before_forward(averaged=True)
     assert runner.launcher is None and rig.calls()[-1] == "use None"
     runner.close()
-    assert rig.layout.calls == ["close"] and rig.memory.calls[-1] == "close" and len(runner.lanes) == 0
+    assert rig.layout.calls == ["close"] and rig.residuals.calls[-1] == "close" and len(runner.lanes) == 0
 
 
 def test_a_plan_takes_effect_between_two_steps() -> None:
@@ -154,12 +152,12 @@ def test_frozen_parameters_do_not_keep_buckets_from_changing() -> None:
 def states(rank: int) -> str:
     rig = Rig()
     rig.runner.load("a checkpoint")
-    assert rig.memory.states == ["a checkpoint"]
+    assert rig.residuals.states == ["a checkpoint"]
     rig.runner.check_loaded()
     rig.runner.check_loaded()  # only the first compares
     with pytest.raises(RuntimeError, match=r"load_comm_state_dict\(\) after steps were made: load before the first"):
         rig.runner.load("another")
-    assert rig.memory.states == ["a checkpoint"]
+    assert rig.residuals.states == ["a checkpoint"]
     rig.runner.close()
     other = Rig()
     if rank == 1:

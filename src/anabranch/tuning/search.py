@@ -132,7 +132,7 @@ class Search:
     def profiled(self, label: str, plan: Plan | None, count: int) -> Schedule[Trial]:
         """The same, and record the trace."""
         self.failure = ""
-        self._collectives.postpone_samples()
+        self._collectives.errors.postpone()
         with Recorder(self._runner.timer, self._runner.parameters) as recorder:
             trial = yield from self.timed(label, plan, count)
         self._budget.step_s = self._budget.step_s or trial.step_s
@@ -186,7 +186,7 @@ class Search:
             return
         self._enter("measuring the network")
         kinds = ["dense", *options.kinds]
-        if self._collectives.warmup_steps > self._runner.timer.steps_done:
+        if self._collectives.residuals.warmup_steps > self._runner.timer.steps_done:
             kinds += self._warm_up_kinds(options)
         kinds = list(dict.fromkeys(kinds))
         lanes = min(options.lanes or 2, self._runner.lanes.max_lanes)
@@ -208,12 +208,12 @@ class Search:
     def warm_up(self, options: TuningOptions) -> Schedule[None]:
         """While an exchange with residuals must wait, search among those without, so that these steps are fast, too."""
         assert self.network is not None
-        if self._runner.timer.steps_done >= self._collectives.warmup_steps:
+        if self._runner.timer.steps_done >= self._collectives.residuals.warmup_steps:
             return
         kinds = [kind for kind in self._warm_up_kinds(options) if kind in self.network.curves]
         yield from self.run(replace(options, kinds=tuple(kinds)))
         self._enter(f"running {self.best.label} while training warms up")
-        waited = self._collectives.warmup_steps - self._runner.timer.steps_done
+        waited = self._collectives.residuals.warmup_steps - self._runner.timer.steps_done
         yield from steps(waited)
         self._began_at += waited  # steps of training, not of the search
 

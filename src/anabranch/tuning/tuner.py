@@ -187,8 +187,8 @@ class Tuner:
             kept=self.kept if self.kept is not None and self.kept.plan == self.runner.plan else None,
             plan=self.runner.plan,
             network_note=network_note() if on_cpu else None,  # only Gloo is emulated
-            exchange_lines=self.collectives.summary(),
-            errors=self.collectives.relative_errors(),
+            exchange_lines=self.collectives.residuals.summary(),
+            errors=self.collectives.errors.relative_errors(),
             cost=self._budget.summary() if self._search.trials else "",
             graph_lines=self._search.graph_lines,
         )
@@ -202,7 +202,7 @@ class Tuner:
         began_s, stage = perf_counter(), self.stage
         self._graphs.step_ended()
         self.runner.check_loaded()
-        self.collectives.on_step_end()
+        self.collectives.residuals.on_step_end()
         if self.runner.stale:
             self._schedule.close()
             self.stage = f"no longer planning: {FROZEN}"
@@ -227,7 +227,7 @@ class Tuner:
 
     def _call_after(self, count: int) -> None:
         """Call ``_step_ended`` again after so many steps, and time those before coarsely, where nothing needs more."""
-        if not self.collectives.keep_memory:
+        if not self.collectives.residuals.keeps_any:
             self._timer.call_after(count)
 
     def _watched(self, count: int) -> Schedule[None]:

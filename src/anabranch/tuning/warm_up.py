@@ -12,7 +12,7 @@ WARM_UP_KIND = "bf16"  # may be used while an exchange with residuals still wait
 
 def warm_up_kinds(kinds: Sequence[str], collectives: Collectives, parameters: Mapping[str, nn.Parameter]) -> list[str]:
     """Kinds that delay nothing, so that plans may use them while those with residuals wait: of ``kinds`` if it can."""
-    asked = [kind for kind in kinds if not collectives.keeps_residual(kind)]
+    asked = [kind for kind in kinds if not collectives.residuals.keeps(kind)]
     dtypes = {parameter.dtype for parameter in parameters.values()}
     may_round = all(collectives.supports(WARM_UP_KIND, dtype) for dtype in dtypes)
     return asked or ([WARM_UP_KIND] if may_round else [])
@@ -20,6 +20,6 @@ def warm_up_kinds(kinds: Sequence[str], collectives: Collectives, parameters: Ma
 
 def may_run(plan: Plan | None, steps_done: int, collectives: Collectives) -> bool:
     """Whether a plan may run after so many steps."""
-    if plan is None or steps_done >= collectives.warmup_steps:
+    if plan is None or steps_done >= collectives.residuals.warmup_steps:
         return True
-    return not any(collectives.keeps_residual(bucket.collective) for bucket in plan.buckets)
+    return not any(collectives.residuals.keeps(bucket.collective) for bucket in plan.buckets)

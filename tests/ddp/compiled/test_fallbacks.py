@@ -147,6 +147,7 @@ def run(rank: int, model: str, how: str) -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.campaign_but_first
 @pytest.mark.parametrize(
     ("model", "how", "sentence"),

@@ -107,12 +107,14 @@ def believed(rank: int) -> tuple[str, str]:
     return labels[-1], explained
 
 
+@pytest.mark.slow
 def test_predictions_are_made_with_the_cuts_in_force() -> None:
     for label, explained in on_ranks(believed, 2):
         assert label == "in_pairs, graphs cut for it"
         assert f"* {label}" in explained
 
 
+@pytest.mark.slow
 def test_later_searches_compile_nothing() -> None:
     for answer in on_ranks(trained, 2, "compile(DP)", "plans again and again", "", {}, 0.0, 4):
         assert answer["apart"] < 1e-6
@@ -120,6 +122,7 @@ def test_later_searches_compile_nothing() -> None:
         assert "cut where buckets end" in answer["explained"]
 
 
+@pytest.mark.slow
 def test_a_policy_may_allow_more_versions() -> None:
     dear = {"policy": replace(SCENARIOS["keeps the plan"], cut_share=1e6, recompilations=3)}  # keeps whatever it tries
     for answer in on_ranks(trained, 2, "compile(DP)", "keeps the plan", "", dear):
@@ -129,6 +132,7 @@ def test_a_policy_may_allow_more_versions() -> None:
         assert 2 <= answer["explained"].count(" cuts computing takes ") <= 3, "which ones depends on times"
 
 
+@pytest.mark.slow
 def test_recorded_gradients_are_spread_over_backward() -> None:
     for answer in on_ranks(trained, 2, "compile(DP)", "goes back", "", {}, 0.02):
         assert [sorted({name.split(".")[1] for name in part if "layers" in name}) for part in answer["parts"]] == [
@@ -185,6 +189,7 @@ def launches(rank: int, path: str) -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow
 def test_a_given_plan_is_compiled_once_and_each_bucket_leaves_when_its_part_ends(tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
     for answer in on_ranks(launches, 2, str(path)):
@@ -222,6 +227,7 @@ def doubtful(rank: int) -> dict[str, Any]:
     return {"decided": decided, "explained": made.explain()}
 
 
+@pytest.mark.slow
 def test_a_doubtful_plan_wins_again_before_graphs_are_compiled_for_it() -> None:
     for answer in on_ranks(doubtful, 2):
         tried, again, cut = answer["decided"]
@@ -246,6 +252,7 @@ def ended_early(rank: int, planner: str, held: bool) -> dict[str, Any]:
     return {"compiled": log.compiled, "explained": made.explain()}
 
 
+@pytest.mark.slow
 @pytest.mark.campaign_but_first
 @pytest.mark.parametrize("planner", ["in_pairs", "per_tensor"])
 def test_a_search_that_is_ended_early_keeps_fine_cuts_and_says_so(planner: str) -> None:
@@ -257,6 +264,7 @@ def test_a_search_that_is_ended_early_keeps_fine_cuts_and_says_so(planner: str) 
         assert ("parts, cut finely." in answer["explained"]) == needs_fewer, "per_tensor needs every cut"
 
 
+@pytest.mark.slow
 def test_a_search_that_may_take_no_more_steps_still_compiles_for_its_plan() -> None:
     for answer in on_ranks(ended_early, 2, "in_pairs", False):
         assert "running in_pairs, graphs cut for it" in answer["explained"]
@@ -294,6 +302,7 @@ def test_every_kind_of_exchange(lean: bool) -> None:
         assert answer["compiled"] == [0] * (LAYERS // 2), kind
 
 
+@pytest.mark.slow
 def test_auto() -> None:
     for answer in on_ranks(trained, 2, "compile(DP)", "keeps the plan", "", {"compress": "auto", "network": None}):
         assert answer["apart"] < 0.02  # kinds round
@@ -350,6 +359,7 @@ def compiled_before(rank: int) -> dict[str, Any]:
     return {"before": before, "parts": parts}
 
 
+@pytest.mark.slow
 def test_a_model_that_was_compiled_before_it_was_wrapped_is_cut() -> None:
     for answer in on_ranks(compiled_before, 2):
         assert answer["before"] == 1, "torch keeps one graph for both models"
@@ -367,6 +377,7 @@ def with_cache(rank: int, folder: str, count: int, rows: int) -> dict[str, Any]:
     return {"compiled": log.compiled, "explained": made.explain()}
 
 
+@pytest.mark.slow
 def test_a_cached_plan_is_compiled_once_with_its_cuts(tmp_path: Path) -> None:
     on_ranks(with_cache, 2, str(tmp_path), 45, 8)  # a choice is kept once a doubtful win was repeated
     for answer in on_ranks(with_cache, 2, str(tmp_path), 6, 8):

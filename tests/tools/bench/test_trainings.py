@@ -44,7 +44,7 @@ def test_one_rank_trains_ddp_and_naive(alone: None) -> None:
         assert all(new.isfinite().all() for _, new in pairs) and any((new != old).any() for old, new in pairs), mode
 
 
-MODES = (OKTOPK, "int8", "lean, int8", "lean, int4, host", "lean", "lean, dense", "lean, residuals bf16")
+MODES = (OKTOPK, "int8", "lean, int8", "lean, int4", "lean", "lean, dense", "lean, residuals bf16")
 
 
 def on_real_ranks(rank: int) -> dict[str, list[torch.Tensor]]:

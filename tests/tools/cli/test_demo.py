@@ -138,6 +138,7 @@ def code_runs(rank: int) -> list[str]:
     return different
 
 
+@pytest.mark.slow
 def test_the_code_of_each_way_is_what_is_trained() -> None:
     assert on_ranks(code_runs, 2) == [[], []]
 
@@ -257,6 +258,7 @@ def fast_part(rank: int) -> dict[str, Any]:
     return train.fast_links(2)
 
 
+@pytest.mark.slow
 def test_the_fast_part_with_its_replay() -> None:
     found, _ = on_ranks(fast_part, 2)
     rows = {row["name"]: row for row in found["replayed"]["rows"]}

@@ -19,7 +19,8 @@ from anabranch.exchange.contracts import Steps, record_stream
 from anabranch.exchange.residuals.state import BucketState
 from anabranch.exchange.sparse import thresholds
 from anabranch.exchange.sparse.kernels import message, packing, step, threshold
-from anabranch.exchange.sparse.phases import SUM_LIMIT, rebalance_regions, region_buffer
+from anabranch.exchange.sparse.regions import region_buffer
+from anabranch.exchange.sparse.select import SUM_LIMIT, rebalance_regions
 from anabranch.values.kinds.formats import Sizes
 from anabranch.values.kinds.options import OkTopk
 
