@@ -260,6 +260,7 @@ def within_beside_ddp(rank: int, what: str) -> str:
     return chosen
 
 
+@pytest.mark.slow
 def test_habits_hold_within_a_budget() -> None:
     warnings.filterwarnings("ignore", message="find_unused_parameters")
     scenarios = [("tied",), ("clipped",), ("accumulated",), ("frozen",), ("adapters",)]
