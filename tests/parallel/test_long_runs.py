@@ -31,6 +31,8 @@ from parallel.twins import (
 )
 from ranks import cases_on_ranks, on_ranks
 
+pytestmark = pytest.mark.slow
+
 
 def to_ddp_and_back(rank: int) -> list[str]:
     """A checkpoint of either loads into the other while it tunes, and training continues in the same way."""
@@ -201,7 +203,6 @@ def curve(rank: int) -> dict[str, Any]:
 
 
 @pytest.mark.campaign_but_first
-@pytest.mark.slow
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_a_loss_curve_of_200_steps_is_ddps(world_size: int) -> None:
     answers = on_ranks(curve, world_size)
@@ -308,7 +309,6 @@ def held(rank: int, at: int, callers: tuple[int, ...]) -> dict[str, object]:
     }
 
 
-@pytest.mark.slow
 def test_hold_keeps_the_best_layout_and_averaging_continues() -> None:
     calls: list[tuple[int, tuple[int, ...]]] = [(1, (0, 1)), (80, (0, 1)), (80, (0,)), (80, (1,))]
     answers = cases_on_ranks({str(call): (held, *call) for call in calls}, 2, timeout_s=120.0)

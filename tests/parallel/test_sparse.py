@@ -17,6 +17,8 @@ from parallel.twins import SCENARIOS
 from ranks import cases_on_ranks, on_ranks
 from tuning.given_times import note_comparisons
 
+pytestmark = pytest.mark.slow
+
 
 def sparse_steps(rank: int, wire: str, steps: int) -> dict[str, Any]:
     """Sums over all steps of the gradients computed here and of those applied, and the residual at the end."""

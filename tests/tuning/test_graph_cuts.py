@@ -68,6 +68,7 @@ def test_without_a_network_each_bucket_is_a_part() -> None:
     assert [tuple(part) for part in needed_parts(TRACE, EACH, None, 0.0)] == [tuple(part) for part in parts_of(EACH)]
 
 
+@pytest.mark.slow
 def test_a_thousand_buckets_are_not_compared_pair_by_pair() -> None:
     tensors = tuple(TensorSpec(f"t{i}", 1 << 12, 4, 1e-5 * (i + 1), "float32") for i in range(1000))
     trace = Trace(tensors, 5e-3)

@@ -276,6 +276,7 @@ def test_random_json(content: Any) -> None:
     read_or_refused(content)
 
 
+@pytest.mark.slow
 @settings(max_examples=300)
 @given(damaged(PRINTABLE))
 def test_damaged_files(content: Any) -> None:

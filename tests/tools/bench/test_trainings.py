@@ -55,6 +55,7 @@ def on_real_ranks(rank: int) -> dict[str, list[torch.Tensor]]:
     return found
 
 
+@pytest.mark.slow
 def test_every_mode_trains_on_real_ranks_which_exchange_what_they_have() -> None:
     one, other = on_ranks(on_real_ranks, 2, timeout_s=100)
     torch.manual_seed(0)
