@@ -25,7 +25,7 @@ from ranks import patience
 
 RANKS = 3
 VICTIM = 1
-TIMEOUT_S = 5.0  # of the process group
+TIMEOUT_S = 10.0  # of the process group
 START_S = 60.0  # until the fault
 MARGIN_S = 20.0  # from the group's timeout to the end of the last survivor
 FAULT_STEP = 6  # the plan is in force from the first step on
@@ -66,6 +66,9 @@ MEMORIES = {"plain": None, "lean": ab.Lean(lambda params: torch.optim.SGD(params
 
 def rank_program(rank: int, folder: Path, fault: str, ending: str, memory: str) -> None:
     """Train until the fault, note what was raised, and end as told: with or without destroy_process_group()."""
+    Path(folder, f"ready-{rank}").touch()  # importing may take longer than the group's timeout
+    while len(list(folder.glob("ready-*"))) < RANKS:
+        time.sleep(0.02)
     dist.init_process_group(
         "gloo",
         init_method=f"file://{folder}/rendezvous",

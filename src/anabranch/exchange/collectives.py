@@ -30,7 +30,7 @@ class Collectives:
         mixes: bool = False,
     ) -> None:
         self._families = families
-        self._family_of_kind: dict[str, ExchangeFamily] = {}  # of kinds asked for so far
+        self._family_of_kind: dict[str, ExchangeFamily] = {}  # filled as kinds are asked for
         self.residuals = residuals or Residuals()
         self.errors = ErrorSamples(self.residuals)
         self.kinds: tuple[str, ...] = tuple(kind for family in families for kind in family.kinds)

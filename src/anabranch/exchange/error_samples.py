@@ -23,7 +23,7 @@ class _Samples:
 
     place: int
     exchanges: int = 0
-    squares: torch.Tensor | None = None  # of the errors, and of the exact averages
+    squares: torch.Tensor | None = None  # sums for the errors, and for the exact averages
 
 
 class ErrorSamples:

@@ -8,7 +8,7 @@ from anabranch.exchange.quantised import kernels
 from anabranch.exchange.quantised.torch_steps import Kept
 from anabranch.values.kinds.formats import FINITE, NEGLIGIBLE, BlockFormat
 
-VALUES = 2048  # of a program
+VALUES = 2048  # handled by one program
 
 
 def quantise(

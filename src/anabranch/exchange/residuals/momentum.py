@@ -48,7 +48,7 @@ class Momentum:
     def __init__(self, decay: float) -> None:
         self.decay = decay
         self._flat: dict[tuple[str, ...], tuple[BucketState, torch.Tensor]] = {}
-        self._pieces: dict[str, torch.Tensor] = {}  # of former buckets, or from a checkpoint
+        self._pieces: dict[str, torch.Tensor] = {}  # parameters of former buckets, or from a checkpoint
 
     def velocity(self, state: BucketState) -> Velocity | None:
         """The velocity of a bucket; None without momentum."""

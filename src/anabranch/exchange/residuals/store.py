@@ -61,7 +61,7 @@ class Residuals:
         self._parameters = parameters
         self._numels = {name: parameter.numel() for name, parameter in parameters.items()}
         self._known_numels = {name: parameter.numel() for name, parameter in {**parameters, **frozen}.items()}
-        self._sizes: dict[tuple[str, ...], tuple[int, ...]] = {}  # of parameters, by bucket
+        self._sizes: dict[tuple[str, ...], tuple[int, ...]] = {}  # sizes of parameters, by bucket
         device = next(iter(parameters.values())).device if parameters else None
         rank, ranks = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
         self._states = BucketStates(rank, ranks, device, sample_period, form)
