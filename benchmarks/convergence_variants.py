@@ -31,8 +31,7 @@ from benchmarks.convergence_tasks import TASKS, Task, anneal
 from benchmarks.virtual import VirtualWorld
 
 import anabranch as ab
-from anabranch.exchange.residuals.packing import PackedResidual
-from anabranch.exchange.residuals.state import BucketState
+from anabranch.exchange.residuals.state import BucketState, PackedResidual
 from anabranch.exchange.sparse.oktopk import exchange
 from anabranch.values.kinds.formats import STORED
 

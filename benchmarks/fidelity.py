@@ -128,7 +128,7 @@ class Bucket:
         start, decay_steps = self._contestant.start, self._contestant.decay_steps
         options = ab.OkTopk(warmup_steps=0, start_density=start, decay_steps=decay_steps)
         world.run([
-            momentum.wrap(sparse_exchange(row, state, comm, float(RANKS), density, options), row, state)
+            sparse_exchange(row, state, comm, float(RANKS), density, options, momentum.velocity(state))
             for row, state, comm, momentum in zip(self._rows, self._states, world.comms, self._momenta, strict=True)
         ])  # fmt: skip
         return self._rows[0]

@@ -26,7 +26,7 @@ from anabranch.exchange.collectives import Collectives
 from anabranch.exchange.communicator import GroupCommunicator
 from anabranch.exchange.contracts import Collective, Group, Steps, Traffic
 from anabranch.exchange.dense import DenseExchanges, dense
-from anabranch.exchange.residuals.state import SparseState
+from anabranch.exchange.residuals.state import BucketStates
 from anabranch.parallel import DataParallel
 from anabranch.tools.bench.contestants import DDP_OPTIONS, PLAN_WARMUP_STEPS, Contestant
 from anabranch.tools.bench.run import Settings, run
@@ -112,7 +112,7 @@ class RivalExchanges:
         self._rival = rival
         self._numels = {name: parameter.numel() for name, parameter in parameters.items()}
         device = next(iter(parameters.values())).device
-        self._state = SparseState(dist.get_rank(), dist.get_world_size(), device)
+        self._state = BucketStates(dist.get_rank(), dist.get_world_size(), device)
 
     def handles(self, kind: str) -> bool:
         return kind == self._kind

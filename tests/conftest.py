@@ -5,8 +5,10 @@ import os
 import re
 import subprocess
 from collections.abc import Iterable, Iterator
+from functools import cache
 from pathlib import Path
 from types import CodeType, FunctionType
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -40,6 +42,31 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--quick", action="store_true", help="the first case of every test that is not slow")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Give tests that share a worker to one worker: those of the lab, and those of a file with module fixtures.
+
+    xdist writes the groups of ``_mark`` into node ids, and pytest 9.2 has node ids that nobody can write into, so that
+    its --dist loadgroup groups nothing (xdist 3.8). This goes by the files' text.
+    """
+    from xdist.scheduler import LoadScopeScheduling  # type: ignore[import-untyped]
+
+    class Grouped(LoadScopeScheduling):  # type: ignore[misc]
+        def _split_scope(self, nodeid: str) -> str:
+            path = config.rootpath / nodeid.partition("::")[0]
+            text = _text(path)
+            if path.parent == TESTS / "tools" / "lab" or 'xdist_group("lab")' in text:
+                return "lab"
+            return str(path) if 'scope="module"' in text else nodeid
+
+    return Grouped(config, log) if config.getoption("dist") == "loadgroup" else None
+
+
+@cache
+def _text(path: Path) -> str:
+    return path.read_text(encoding="utf-8")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

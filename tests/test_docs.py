@@ -208,6 +208,7 @@ def build(batch, device):
 """
 
 
+@pytest.mark.slow
 def test_python_snippets_run(play: Path) -> None:
     snippets = [(fence.name, code_of(fence)) for fence in python_snippets() if not fence.not_run]
     assert len(snippets) > 15
@@ -254,6 +255,7 @@ def can_run(words: list[str]) -> bool:
     return words[0] in EXECUTED and (has_models or not named)
 
 
+@pytest.mark.slow
 def test_quick_commands_run(play: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.chdir(play)
     monkeypatch.syspath_prepend(str(play))

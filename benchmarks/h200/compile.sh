@@ -14,7 +14,7 @@ said() { echo "=== $* ($(( $(date +%s) - BEGAN )) s)"; }
 BEGAN=$(date +%s)
 
 part_test() {  # about 150 s
-  timeout -k 5 240 $PY -m pytest -q -s -p no:cacheprovider -p no:benchmark -m gpu tests/compiled/test_gpu.py 2>&1 | tail -40
+  timeout -k 5 240 $PY -m pytest -q -s -p no:cacheprovider -p no:benchmark -m gpu tests/ddp/compiled/test_gpu.py 2>&1 | tail -40
 }
 
 times() {  # report, then arguments of compiling.py: four processes side by side, each with empty caches

@@ -4,7 +4,7 @@
 # more. PARTS="C B" runs only these. By default only the rows that the report of 2026-11-18 lacks, or that changed since: A about
 # 40 s, C 115, B 115, D 45; WHOLE=1 runs all rows of A, B and C, in 175, 200 and 200 s. Rows are printed as they come, and kept in
 # $OUT/lean_A.md and so on; logs beside.
-# A rehearsal without a GPU, of a model of your own: ONLY=bench.tiny_training:build BACKEND=gloo SITE= PY=.venv/bin/python
+# A rehearsal without a GPU, of a model of your own: ONLY=tools.bench.tiny_training:build BACKEND=gloo SITE= PY=.venv/bin/python
 : "${OUT:=/tmp/lean_out}"; mkdir -p "$OUT"
 TOTAL_S=${TOTAL_S:-270}; PARTS=${PARTS:-"A C B D"}; WHOLE=${WHOLE:-}; ONLY=${ONLY:-}
 export PYTHONPATH=src:tests:${SITE-carry/site}:. PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1 OMP_NUM_THREADS=4

@@ -4,8 +4,8 @@
 set -u
 export PYTHONPATH=src:tests:carry/site:.
 pytest="timeout -k 10 150 python3 -m pytest -p no:cacheprovider -p no:benchmark -q"
-$pytest -n 6 -m gpu tests/sparse tests/parallel/test_gpu.py tests/activations tests/lean/test_gpu.py
-$pytest -n 8 tests/quantised/test_kernels.py
-for file in tests/integrations/test_gpu.py tests/fsdp/test_gpu.py tests/compiled/test_gpu.py tests/lean/test_gpu_ranks.py; do
+$pytest -n 6 -m gpu tests/exchange/sparse tests/parallel/test_gpu.py tests/lean/activations tests/lean/test_gpu.py
+$pytest -n 8 tests/exchange/quantised/test_kernels.py
+for file in tests/frameworks/test_gpu.py tests/fsdp/test_gpu.py tests/ddp/compiled/test_gpu.py tests/lean/test_gpu_ranks.py; do
   $pytest -m gpu "$file"
 done

@@ -33,9 +33,8 @@ from anabranch.exchange.compression import (
 from anabranch.exchange.groups import USE_A_TORCH_GROUP, is_in_python, no_clone_reason
 from anabranch.exchange.parameters import model_parts
 from anabranch.exchange.residuals.optimizer_momentum import check_shareable, share_momentum
-from anabranch.tuning.options import Planner, TuningOptions
+from anabranch.tuning.options import Planner, TuningOptions, timeline_path, write_timeline
 from anabranch.tuning.policy import DEFAULT_POLICY, TuningPolicy, check_policy
-from anabranch.tuning.switches import timeline_path, write_timeline
 from anabranch.tuning.tuned import CLOSED, Tuned
 from anabranch.tuning.tuner import Agree
 from anabranch.values.network import Network
@@ -160,7 +159,7 @@ class DataParallel(Tuned, ExtensibleDDP):
         agree_later: Agree | None,
     ) -> None:
         def make_layout() -> DdpLayout:
-            self._layout = DdpLayout(self, collectives)
+            self._layout = DdpLayout(self)
             return self._layout
 
         parameters = reduced_parameters(self)
@@ -199,7 +198,7 @@ class DataParallel(Tuned, ExtensibleDDP):
         """
         check_shareable(optimizer)
         collectives, owner = self._collectives, weakref.ref(self)
-        if collectives is not None and any(map(collectives.sends_velocities, collectives.kinds)):
+        if collectives is not None and any(map(collectives.residuals.sends_velocities, collectives.kinds)):
             share_momentum(optimizer, lambda: _velocities(owner()))
 
     def close(self) -> None:
@@ -256,7 +255,7 @@ class DataParallel(Tuned, ExtensibleDDP):
     def _stop_planning(self, reason: str) -> None:
         """Be a DDP with the buckets in force from now on."""
         assert self._tuner is not None
-        self._tuner.stage = f"no longer planning: {reason}"
+        self._tuner.stop(reason)
         self._release()
         self._tuner = None
         self._cache = None
@@ -299,7 +298,7 @@ def _velocities(model: DataParallel | None) -> list[nn.Parameter]:
     tuner = model._tuner if model is not None else None
     if tuner is None or (plan := tuner.runner.plan_in_force) is None:
         return []
-    sends_velocities = tuner.collectives.sends_velocities
+    sends_velocities = tuner.collectives.residuals.sends_velocities
     names = [name for bucket in plan.buckets if sends_velocities(bucket.collective) for name in bucket.names]
     return [parameter for name in names if (parameter := tuner.runner.parameters.get(name)) is not None]
 

@@ -14,7 +14,7 @@ from anabranch.exchange.collectives import Collectives
 from anabranch.exchange.dense import DenseExchanges
 from anabranch.exchange.lanes import Lane, Lanes
 from anabranch.exchange.launcher import BucketLauncher
-from anabranch.exchange.quantised.exchanges import QuantisedExchanges
+from anabranch.exchange.quantised.exchange import QuantisedExchanges
 from anabranch.observe.clock import HostClock
 from anabranch.observe.step_timer import StepTimer
 from parallel.twins import WIDTH, batch, bits

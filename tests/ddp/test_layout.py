@@ -74,6 +74,7 @@ def changed(rank: int, name: str, at: int, scenario: str) -> dict[str, Any]:
     return {"apart": apart[:3], "explained": ours.explain()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scenario", ["is given the plan", "plans again and again"])
 @pytest.mark.parametrize("at", [0, 1, 9])
 def test_a_module_that_is_changed_after_wrapping(at: int, scenario: str) -> None:

@@ -117,6 +117,7 @@ def relayouts(rank: int, mode: str, hooked: bool, rounds: int = 6) -> dict[str, 
     return {"wrong": wrong, "apart": apart, "orders": sorted(orders)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("hooked", [False, True], ids=["no hook", "hook"])
 def test_random_layouts_in_a_row(hooked: bool) -> None:
     for mode, answers in cases_on_ranks({mode: (relayouts, mode, hooked) for mode in MODES}, 2).items():

@@ -1,14 +1,13 @@
-"""A family of exchanges and a memory of its own, for tests of what is independent of real exchanges."""
+"""A family of exchanges and residuals that record, for tests of what is independent of real exchanges."""
 
 from typing import Any
 
 import torch
 
 from anabranch import Bucket, Plan
-from anabranch.exchange.collectives import ResidualState
 from anabranch.exchange.contracts import Collective, Group, Steps, Traffic
 from anabranch.exchange.dense import dense
-from anabranch.exchange.error_samples import Velocity
+from anabranch.exchange.residuals.store import Residuals
 
 
 def eighths(buffer: torch.Tensor, group: Group, divisor: float) -> Steps:
@@ -52,51 +51,22 @@ class EighthsExchanges:
         self.exchanged.append(("closed",))
 
 
-class FakeMemory:
-    """An ``ExchangeMemory`` that keeps its calls, and the states it was given."""
-
-    warmup_steps = 7
+class RecordingResiduals(Residuals):
+    """Residuals of a kind called "eighths", which keep their calls and the states they were given, and nothing else."""
 
     def __init__(self) -> None:
+        super().__init__(keeps=lambda kind: kind == "eighths", warmup_steps=7)
         self.calls: list[str] = []
         self.states: list[Any] = []
 
-    def keeps_residual(self, kind: str) -> bool:
-        return kind == "eighths"
-
-    def residual_state(self, bucket: Bucket) -> ResidualState | None:
-        self.calls.append(f"residual_state {bucket.names[0]}")
-        return None
-
-    def sends_velocities(self, kind: str) -> bool:
-        return False
-
-    def velocity(self, bucket: Bucket) -> Velocity | None:
-        return None
-
-    def on_step_end(self) -> None:
-        self.calls.append("on_step_end")
-
     def use_plan(self, plan: Plan | None) -> None:
         self.calls.append(f"use_plan {None if plan is None else len(plan)}")
-
-    def store_residuals(self, how: str) -> None:
-        self.calls.append(f"store_residuals {how}")
-
-    def summary(self) -> list[str]:
-        return ["a line of the memory"]
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"residuals": {"weight": torch.ones(1)}}
 
     def load_state_dict(self, *states: Any) -> None:
         self.states += states
 
     def loaded(self) -> list[str]:
         return [str(state) for state in self.states]
-
-    def rescale(self, scale: float) -> None:
-        self.calls.append(f"rescale {scale}")
 
     def close(self) -> None:
         self.calls.append("close")

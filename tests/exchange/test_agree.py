@@ -8,11 +8,28 @@ import torch.distributed as dist
 from anabranch import Bucket, DisagreementError, Network, Plan, TensorSpec, Trace
 from anabranch.exchange.agree import agree_on, all_or_none, check_same, from_all_ranks, from_rank_0
 from anabranch.exchange.contracts import Group
-from ranks import on_ranks
+from ranks import Case, cases_on_ranks, on_ranks
 
 PLAN = Plan((Bucket(("a", "b")), Bucket(("ü",), lane=1, collective="bf16")))
 TRACE = Trace((TensorSpec("a", 3, 4, 0.1, "float32", 1e-9), TensorSpec("b", 5, 2, 1 / 3)), 0.1, {"model": "tiny"})
 NETWORK = Network.measured(3, [(1 << k, 1e-4 + (1 << k) * 1e-9, 1e-5) for k in range(10, 20)])
+
+
+Answers = dict[str, list[Any]]
+
+
+@pytest.fixture(scope="module")
+def among_three() -> Answers:
+    """What three ranks answered to everything below, in one launch."""
+    cases: dict[str, Case] = {
+        "bytes": (bytes_travel,),
+        "differences": (differences,),
+        "nouns": (nouns_travel,),
+        "wrong kind": (wrong_kind,),
+        "one fails": (one_fails,),
+        "a part": (a_part_of_the_world,),
+    }
+    return cases_on_ranks(cases, 3)
 
 
 def everyone() -> Group:
@@ -43,8 +60,8 @@ def bytes_travel(rank: int) -> dict[str, Any]:
     }
 
 
-def test_bytes_arrive_as_they_were_sent() -> None:
-    for answer in on_ranks(bytes_travel, 3):
+def test_bytes_arrive_as_they_were_sent(among_three: Answers) -> None:
+    for answer in among_three["bytes"]:
         assert answer == {
             "rank 0's": b"zero \x00\xff".hex(),
             "nothing": "",
@@ -68,8 +85,8 @@ def differences(rank: int) -> dict[str, str]:
     }
 
 
-def test_the_first_difference_is_named_on_every_rank() -> None:
-    first, *others = on_ranks(differences, 3)
+def test_the_first_difference_is_named_on_every_rank(among_three: Answers) -> None:
+    first, *others = among_three["differences"]
     assert all(other == first for other in others)
     assert first["same"] == first["both empty"] == ""
     assert "the model is not the same on all ranks" in first["one line"]
@@ -92,8 +109,8 @@ def nouns_travel(rank: int) -> list[bool]:
     ]
 
 
-def test_rank_0s_nouns_arrive_to_the_last_bit() -> None:
-    assert on_ranks(nouns_travel, 3) == [[True] * 4] * 3
+def test_rank_0s_nouns_arrive_to_the_last_bit(among_three: Answers) -> None:
+    assert among_three["nouns"] == [[True] * 4] * 3
 
 
 def wrong_kind(rank: int) -> str:
@@ -102,8 +119,8 @@ def wrong_kind(rank: int) -> str:
     return str(caught.value)
 
 
-def test_another_noun_than_expected_is_refused_everywhere() -> None:
-    assert on_ranks(wrong_kind, 2) == ["rank 0 sent a Trace where a plan was expected"] * 2
+def test_another_noun_than_expected_is_refused_everywhere(among_three: Answers) -> None:
+    assert among_three["wrong kind"] == ["rank 0 sent a Trace where a plan was expected"] * 3
 
 
 def a_part_of_the_world(rank: int) -> Any:
@@ -115,8 +132,8 @@ def a_part_of_the_world(rank: int) -> Any:
     return [from_rank_0(f"from {rank}".encode(), group).decode(), *sent]
 
 
-def test_ranks_are_counted_within_the_group() -> None:
-    assert on_ranks(a_part_of_the_world, 3) == [None, *[["from 1", "rank 1", "rank 2"]] * 2]
+def test_ranks_are_counted_within_the_group(among_three: Answers) -> None:
+    assert among_three["a part"] == [None, *[["from 1", "rank 1", "rank 2"]] * 2]
 
 
 def in_a_mesh(rank: int) -> list[Any]:
@@ -161,8 +178,8 @@ def one_fails(rank: int) -> list[str]:
     return said
 
 
-def test_what_fails_on_one_rank_fails_on_all() -> None:
-    answers = on_ranks(one_fails, 3)
+def test_what_fails_on_one_rank_fails_on_all(among_three: Answers) -> None:
+    answers = among_three["one fails"]
     assert [answer[0] for answer in answers] == ["fine"] * 3
     told = "building failed on ranks 1, and not here; rank 1: ArithmeticError('no 1')"
     assert [answer[1] for answer in answers] == [told, "no 1", told]

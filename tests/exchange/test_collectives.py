@@ -1,4 +1,4 @@
-"""Collectives: a plan may mix families bucket by bucket, and state is kept by one memory or by none."""
+"""Collectives: a plan may mix families bucket by bucket, and what is kept between steps has one owner."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,9 +12,9 @@ from anabranch.exchange.collectives import Collectives
 from anabranch.exchange.dense import DenseExchanges, dense, dense_traffic
 from anabranch.exchange.lanes import Lanes
 from anabranch.exchange.launcher import BucketLauncher
-from anabranch.exchange.quantised.exchanges import QuantisedExchanges
+from anabranch.exchange.quantised.exchange import QuantisedExchanges
 from anabranch.values.kinds.options import Quantised
-from exchange.fake_exchanges import EighthsExchanges, FakeMemory, eighths
+from exchange.fake_exchanges import EighthsExchanges, RecordingResiduals, eighths
 from ranks import on_ranks
 
 MIXED = Plan((Bucket(("a",)), Bucket(("b",), 1, "eighths"), Bucket(("c",), 0, "bf16"), Bucket(("d",), 0, "eighths")))
@@ -76,31 +76,26 @@ def test_an_unknown_kind_is_named_with_those_that_exist(question: Callable[[Coll
         question(Collectives(DenseExchanges()))
 
 
-def test_without_a_memory_nothing_is_kept_and_no_state_can_be_loaded() -> None:
+def test_without_residuals_nothing_is_kept_and_no_state_can_be_loaded() -> None:
     collectives = Collectives(DenseExchanges())
-    assert (collectives.excluded, collectives.warmup_steps) == ({}, 0)
-    collectives.on_step_end()
+    residuals = collectives.residuals
+    assert (collectives.excluded, residuals.warmup_steps, residuals.keeps_any) == ({}, 0, False)
     collectives.use_plan(MIXED)
-    collectives.rescale(2.0)
-    collectives.load_state_dict({}, {})
-    assert (collectives.state_dict(), collectives.summary(), collectives.loaded()) == ({}, [], [])
-    assert collectives.residual_state(MIXED.buckets[0]) is None
+    residuals.on_step_end()
+    residuals.rescale(2.0)
+    residuals.load_state_dict({}, {})
+    assert (residuals.state_dict(), residuals.summary(), residuals.loaded()) == ({}, [], [])
+    assert residuals.of(MIXED.buckets[0]) is None and residuals.velocity(MIXED.buckets[0]) is None
     with pytest.raises(ValueError, match="holds the state of a compression, and this model has none"):
-        collectives.load_state_dict({}, {"residuals": {}})
+        residuals.load_state_dict({}, {"residuals": {}})
     collectives.close()
 
 
-def test_a_memory_is_asked_and_told_of_everything() -> None:
-    memory = FakeMemory()
-    collectives = Collectives(EighthsExchanges(), DenseExchanges(), memory=memory, excluded={"eighths": ["bias"]})
-    assert (collectives.excluded, collectives.warmup_steps) == ({"eighths": frozenset({"bias"})}, 7)
-    collectives.residual_state(MIXED.buckets[1])
+def test_a_plan_and_the_end_reach_the_residuals() -> None:
+    residuals = RecordingResiduals()
+    collectives = Collectives(EighthsExchanges(), DenseExchanges(), residuals=residuals, excluded={"eighths": ["bias"]})
+    assert collectives.excluded == {"eighths": frozenset({"bias"})} and collectives.residuals is residuals
     collectives.use_plan(MIXED)
     collectives.use_plan(None)
-    collectives.on_step_end()
-    collectives.rescale(2.0)
-    collectives.load_state_dict("of rank 0", "of rank 1")
     collectives.close()
-    assert memory.calls == ["residual_state b", "use_plan 4", "use_plan None", "on_step_end", "rescale 2.0", "close"]
-    assert collectives.loaded() == ["of rank 0", "of rank 1"]
-    assert collectives.summary() == ["a line of the memory"] and "residuals" in collectives.state_dict()
+    assert residuals.calls == ["use_plan 4", "use_plan None", "close"]

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from anabranch.exchange.dense import all_finite, dense, dense_traffic
 from exchange.values import values_of_ranks
 from parallel.twins import bits
-from ranks import on_ranks
+from ranks import cases_on_ranks
 
 SIZES = (0, 1, 2, 5, 64, 1001)
 
@@ -30,16 +30,28 @@ def average(rank: int, dtype: str) -> dict[str, Any]:
     return {"found": found, "exact": exact, "size": size}
 
 
+ROUNDING = {"float32": 2.0**-23, "float64": 2.0**-52, "bfloat16": 2.0**-8}
+
+
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-@pytest.mark.parametrize(("dtype", "rounding"), [("float32", 2.0**-23), ("float64", 2.0**-52), ("bfloat16", 2.0**-8)])
-def test_is_the_average(dtype: str, rounding: float, world_size: int) -> None:
-    answers = on_ranks(average, world_size, dtype)
+def test_is_the_average(world_size: int) -> None:
+    found = cases_on_ranks(
+        {**{dtype: (average, dtype) for dtype in ROUNDING}, "divided": (divided,), "large": (large,)}, world_size
+    )
+    for dtype, rounding in ROUNDING.items():
+        check_averages(found[dtype], getattr(torch, dtype), rounding, world_size)
+    for values in found["divided"]:
+        assert values == pytest.approx([sum(range(1, world_size + 1)) / 1.5] * 5, rel=2.0**-23 * world_size, abs=0)
+    for values in found["large"]:
+        assert values == pytest.approx([3e38] * 3), "scaled before they are added"
+
+
+def check_averages(answers: list[dict[str, Any]], dtype: torch.dtype, rounding: float, world_size: int) -> None:
     for answer in answers:
         for i, (found, exact, size) in enumerate(zip(answer["found"], answer["exact"], answer["size"], strict=True)):
-            assert found.dtype == getattr(torch, dtype)
+            assert found.dtype == dtype
             assert bits(found) == bits(answers[0]["found"][i]), "ranks must end with the same bits"
-            tiny = torch.finfo(found.dtype).smallest_normal
-            allowed = rounding * (world_size + 1) * size + world_size * tiny
+            allowed = rounding * (world_size + 1) * size + world_size * torch.finfo(dtype).smallest_normal
             assert bool(((found.double() - exact).abs() <= allowed).all())
 
 
@@ -52,11 +64,6 @@ def divided(rank: int) -> list[float]:
     return buffer.tolist()
 
 
-def test_divides_by_the_divisor() -> None:
-    for values in on_ranks(divided, 2):
-        assert values == [2.0] * 5
-
-
 def large(rank: int) -> list[float]:
     """Sums that float32 could not hold are averages that it can."""
     assert dist.group.WORLD is not None
@@ -64,11 +71,6 @@ def large(rank: int) -> list[float]:
     for work in dense(buffer, dist.group.WORLD, dist.get_world_size()):
         work.wait()
     return buffer.tolist()
-
-
-def test_dense_scales_before_it_adds() -> None:
-    for values in on_ranks(large, 3):
-        assert values == pytest.approx([3e38] * 3)
 
 
 def test_traffic() -> None:

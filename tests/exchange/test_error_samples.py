@@ -10,6 +10,7 @@ from anabranch.exchange import error_samples
 from anabranch.exchange.contracts import Steps
 from anabranch.exchange.dense import dense
 from anabranch.exchange.error_samples import FIRST, PERIOD, ErrorSamples
+from anabranch.exchange.residuals.store import Residuals
 from anabranch.observe.measure import drive
 from anabranch.values.plan import Bucket
 from ranks import on_ranks
@@ -32,7 +33,7 @@ def sampled_in(samples: ErrorSamples, bucket: Bucket, exchanges: int, value: flo
     for number in range(1, exchanges + 1):
         buffer = torch.full((10,), value)
         steps = doubled(buffer)
-        watched = samples.watched(steps, bucket, buffer, group, float(dist.get_world_size()))
+        watched = samples.sampled(steps, bucket, buffer, group, float(dist.get_world_size()))
         if watched is not steps:
             found.append(number)
         drive(watched)
@@ -41,7 +42,7 @@ def sampled_in(samples: ErrorSamples, bucket: Bucket, exchanges: int, value: flo
 
 
 def seen(rank: int) -> dict[str, Any]:
-    samples = ErrorSamples()
+    samples = ErrorSamples(Residuals())
     other = Bucket(("b",), collective="int8")
     first = sampled_in(samples, BUCKET, FIRST + PERIOD)
     second = sampled_in(samples, other, FIRST + 1)
@@ -69,8 +70,8 @@ def test_buckets_take_turns_and_nothing_that_is_not_finite_counts() -> None:
 
 def slices(rank: int) -> float:
     """A bucket of three slices, of which the second is wrong."""
-    error_samples.FIRST, error_samples.PERIOD, error_samples.SLICE_NUMEL, error_samples.MEMORY = 1, 1, 4, 1.0
-    samples, group = ErrorSamples(), dist.group.WORLD
+    error_samples.FIRST, error_samples.PERIOD, error_samples.SLICE_NUMEL, error_samples.KEPT = 1, 1, 4, 1.0
+    samples, group = ErrorSamples(Residuals()), dist.group.WORLD
     assert group is not None
     for _ in range(3):
         buffer = torch.ones(10)
@@ -80,7 +81,7 @@ def slices(rank: int) -> float:
             yield from dense(buffer, group, 2.0)
             buffer[4:8] += 0.5
 
-        drive(samples.watched(half_wrong(), BUCKET, buffer, group, 2.0))
+        drive(samples.sampled(half_wrong(), BUCKET, buffer, group, 2.0))
     return samples.relative_errors()[("a",)]
 
 

@@ -39,10 +39,11 @@ class RecordingLane:
         return True
 
 
-class RecordingExchange:
+class RecordingExchange(Collectives):
     """Keeps the buckets and divisors that it was asked to exchange."""
 
     def __init__(self, log: list[str]) -> None:
+        super().__init__()
         self._log = log
 
     def on_side_stream(self, kind: str) -> bool:

@@ -18,7 +18,7 @@ from ranks import on_ranks
 LIMIT = 1e-3  # below some elements of all gradients
 
 
-def beside_ddp(rank: int, optimizer: str) -> None:
+def against_ddp(rank: int, optimizer: str) -> None:
     ours, theirs = made(), made()
     lean = lean_of(ours, optimizer, {"clip_value": LIMIT})
     ddp = DistributedDataParallel(theirs)
@@ -37,7 +37,7 @@ def beside_ddp(rank: int, optimizer: str) -> None:
 
 
 def test_weights_are_those_of_ddp() -> None:
-    each_on_ranks(beside_ddp, 2, [("momentum",), ("adamw",)])
+    each_on_ranks(against_ddp, 2, [("momentum",), ("adamw",)])
 
 
 def by_torch(rank: int) -> list[str]:

@@ -31,7 +31,7 @@ def plan_on_lanes(model: nn.Module, lanes: int) -> ab.Plan:
     return ab.Plan(tuple(ab.Bucket((name,), lane=index % lanes) for index, name in enumerate(named)))
 
 
-def beside_ddp(
+def against_ddp(
     rank: int, optimizer: str, accumulate: int, norm_type: float, dtype: str = "float32", lanes: int = 1
 ) -> None:
     """Dense, bit by bit: of two summands the order does not matter."""
@@ -64,7 +64,7 @@ def test_dense_training_is_that_of_ddp() -> None:
         ("adamw", 2, math.inf, "float32", 3),
         ("momentum", 1, 1.0, "bfloat16", 1),
     ]
-    each_on_ranks(beside_ddp, 2, scenarios, timeout_s=120.0)
+    each_on_ranks(against_ddp, 2, scenarios, timeout_s=120.0)
 
 
 def step_both(lean: Any, ddp: nn.Module, stepped: torch.optim.Optimizer, *given: Any) -> None:
@@ -90,7 +90,7 @@ def on_three_ranks(rank: int) -> None:
 
 def test_three_ranks_and_one() -> None:
     on_ranks(on_three_ranks, 3)
-    on_ranks(beside_ddp, 1, "adamw", 2, 2.0)
+    on_ranks(against_ddp, 1, "adamw", 2, 2.0)
 
 
 def through_the_course(rank: int) -> None:
@@ -170,7 +170,7 @@ def test_a_step_that_fails_is_named() -> None:
         assert "a backward pass was broken off by an exception" in afterwards
 
 
-def beside_oktopk(rank: int, optimizer: str, accumulate: int, compress: str) -> None:
+def against_oktopk(rank: int, optimizer: str, accumulate: int, compress: str) -> None:
     """Beside DataParallel with the same compression, whose gradients torch clips: weights and residuals, bit by bit."""
     options: Any = ab.OkTopk(density=0.1, warmup_steps=0, deterministic=True)
     kind, options = ("oktopk:0.1", options) if compress == "oktopk" else (compress, compress)
@@ -203,11 +203,11 @@ def test_compressed_training_is_that_of_data_parallel() -> None:
         ("fused", 1, "oktopk"),
         ("momentum", 1, "int4"),  # has residuals, and averages without zeros
     ]
-    each_on_ranks(beside_oktopk, 2, scenarios)
+    each_on_ranks(against_oktopk, 2, scenarios)
 
 
 def scaled(rank: int) -> list[float]:
-    """DDP with a GradScaler and clipping, beside Lean that follows one; rank 1 has an infinite gradient in step 3."""
+    """DDP with a GradScaler and clipping, and Lean that follows one; rank 1 has an infinite gradient in step 3."""
     ours, theirs = made(), made()
     lean, ddp = lean_of(ours, "adamw", {"clip_norm": CLIP}), DistributedDataParallel(theirs)
     stepped = OPTIMIZERS["adamw"]([p for p in theirs.parameters() if p.requires_grad])

@@ -87,7 +87,7 @@ def test_checkpointed_parts_make_one_step() -> None:
     assert each_on_ranks(computed_again, 2, [(True,), (False,)]) == [[3, 3]] * 2
 
 
-def asked_beside(rank: int) -> int:
+def asked_for_gradients(rank: int) -> int:
     """autograd.grad() through the wrapper, and one backward of two forwards."""
     model = Chain()
     lean = wrapped(model)
@@ -102,7 +102,7 @@ def asked_beside(rank: int) -> int:
 
 
 def test_only_a_backward_is_a_step(launched: Answers) -> None:
-    assert launched["asked_beside"] == [1, 1]
+    assert launched["asked_for_gradients"] == [1, 1]
 
 
 def permuted(rank: int, kind: str, fused: bool) -> None:
@@ -341,7 +341,7 @@ def launched() -> Answers:
 
 
 SCENARIOS: tuple[Callable[[int], object], ...] = (
-    asked_beside,
+    asked_for_gradients,
     frozen,
     as_programs_are,
     with_nothing,

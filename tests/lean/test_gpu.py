@@ -143,7 +143,7 @@ def test_rounded_residuals_train_nearly_the_same_and_resume(alone: None, residua
                 lean.optimizer.load_state_dict(kept[0])
                 lean.load_comm_state_dict(kept[1])
             lean(tokens(step, 0).cuda()).backward()
-        packed = [state.packed is not None for state in lean._collectives._memory._state.buckets()]
+        packed = [state.packed is not None for state in lean._collectives.residuals.buckets()]
         assert packed and all(packed) == (how != "in place")
         lean.close()
         ends.append(torch.cat([p.detach().flatten() for p in model.parameters()]))

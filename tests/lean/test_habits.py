@@ -331,7 +331,7 @@ def test_averages_of_weights_are_those_of_ddp() -> None:
 
 
 class Adapted(nn.Module):
-    """A frozen layer with an adapter of low rank beside it, which begins at 0."""
+    """A frozen layer with an adapter of low rank, which begins at 0."""
 
     def __init__(self, base: nn.Linear, rank: int = 4) -> None:
         super().__init__()

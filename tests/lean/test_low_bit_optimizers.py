@@ -25,7 +25,7 @@ def batch(step: int, rank: int) -> torch.Tensor:
     return torch.randn(8, WIDTH, generator=torch.Generator().manual_seed(10 * step + rank))
 
 
-def beside_ddp(rank: int) -> None:
+def against_ddp(rank: int) -> None:
     warnings.simplefilter("ignore")  # torchao compiles its step, and torch's compiler calls what torch deprecates
     optimizers = import_module("torchao.optim")
 
@@ -56,7 +56,7 @@ def beside_ddp(rank: int) -> None:
 
 def test_weights_are_those_of_ddp() -> None:
     pytest.importorskip("torchao")
-    on_ranks(beside_ddp, 2, timeout_s=240.0)
+    on_ranks(against_ddp, 2, timeout_s=240.0)
 
 
 def test_memory_of_a_tensor_is_what_it_has_inside() -> None:

@@ -21,7 +21,7 @@ from ranks import cases_on_ranks
 Pair = list[tuple[Any, Any]]  # ours and stock DDP, each with its optimizer
 
 
-def beside_ddp(make: Callable[[], nn.Module] = made, find_unused: bool = False, **options: Any) -> Pair:
+def against_ddp(make: Callable[[], nn.Module] = made, find_unused: bool = False, **options: Any) -> Pair:
     ours, theirs = make(), make()
     lean: Any = ab.DataParallel(ours, profile_steps=0, memory=ab.Lean(adamw, **options))
     ddp = DistributedDataParallel(theirs, find_unused_parameters=find_unused)
@@ -64,7 +64,7 @@ def tightest(make: Callable[[], nn.Module], rank: int, clip_norm: float | None =
 
 
 def with_the_attribute(rank: int) -> int:
-    pair = beside_ddp()
+    pair = against_ddp()
     for step in range(STEPS):
         for model, optimizer in pair:
             for micro in range(3):
@@ -82,7 +82,7 @@ def test_accumulation_by_ddps_attribute_is_that_of_ddp(launched: Answers) -> Non
     assert launched["with_the_attribute"] == [STEPS, STEPS]
 
 
-# An optimizer beside Lean's.
+# Another optimizer than that of Lean.
 
 
 class Halves(nn.Module):
@@ -188,7 +188,7 @@ def test_a_parameter_may_be_frozen_before_lean_has_chosen_within_its_budget(laun
 
 def averaged(rank: int) -> None:
     """Stochastic weight averaging with its own scheduler."""
-    pair = beside_ddp()
+    pair = against_ddp()
     means = [swa_utils.AveragedModel(model, use_buffers=True) for model, _ in pair]
     schedules = [swa_utils.SWALR(optimizer, swa_lr=0.05, anneal_epochs=2) for _, optimizer in pair]
     for step in range(STEPS):
@@ -209,7 +209,7 @@ def test_stochastic_weight_averaging_is_that_of_ddp(launched: Answers) -> None:
 
 def again_and_again(rank: int) -> int:
     """A closure is one step of training each time it is called, whoever calls it."""
-    pair = beside_ddp()
+    pair = against_ddp()
     calls = {id(model): 0 for model, _ in pair}
 
     def closure(model: Any, optimizer: Any) -> torch.Tensor:
@@ -236,11 +236,11 @@ def test_every_call_of_a_closure_is_a_step(launched: Answers) -> None:
 # Within a budget.
 
 
-def within_beside_ddp(rank: int, what: str) -> str:
+def within_a_budget(rank: int, what: str) -> str:
     """The tightest budget: what was chosen changes no bit, whatever the program does meanwhile."""
     make = adapted if what == "adapters" else with_blocks
     clip_norm = 0.1 if what == "clipped" else None
-    pair = beside_ddp(make, what == "frozen", within=tightest(make, rank, clip_norm), clip_norm=clip_norm)
+    pair = against_ddp(make, what == "frozen", within=tightest(make, rank, clip_norm), clip_norm=clip_norm)
     for step in range(STEPS):
         if what == "frozen" and step in (1, 4):
             for model, _ in pair:
@@ -260,10 +260,11 @@ def within_beside_ddp(rank: int, what: str) -> str:
     return chosen
 
 
+@pytest.mark.slow
 def test_habits_hold_within_a_budget() -> None:
     warnings.filterwarnings("ignore", message="find_unused_parameters")
     scenarios = [("tied",), ("clipped",), ("accumulated",), ("frozen",), ("adapters",)]
-    for one, other in each_on_ranks(within_beside_ddp, 2, scenarios, timeout_s=120.0):
+    for one, other in each_on_ranks(within_a_budget, 2, scenarios, timeout_s=120.0):
         assert one == other and one.startswith("within ") and re.search(r"\d (recompute|join)", one), one
 
 
@@ -272,7 +273,7 @@ def test_adapters_train_as_under_ddp_whatever_happens_to_activations() -> None:
 
 
 def adapters(rank: int, activations: Any) -> None:
-    pair = beside_ddp(adapted, activations=activations)
+    pair = against_ddp(adapted, activations=activations)
     for step in range(STEPS):
         for model, optimizer in pair:
             train(model, optimizer, rank, range(step, step + 1))
@@ -335,7 +336,7 @@ def test_a_budget_that_is_no_size_is_refused(text: str) -> None:
 
 
 def in_half(rank: int, pure: bool, **options: Any) -> None:
-    pair = beside_ddp(lambda: made().bfloat16() if pure else made(), **options)
+    pair = against_ddp(lambda: made().bfloat16() if pure else made(), **options)
     for step in range(STEPS):
         for model, optimizer in pair:
             optimizer.zero_grad()
@@ -428,7 +429,7 @@ def compiled(rank: int, how: str, memory: str) -> tuple[str, int]:
     options: Any = {"activations": ab.Activations("auto", 1 << 30) if memory == "auto" else memory}
     if memory == "within":
         options = {"within": tightest(with_blocks, rank)}
-    pair = beside_ddp(lambda: compiled_inside(how), **options)
+    pair = against_ddp(lambda: compiled_inside(how), **options)
     lean = pair[0][0]
     called = [torch.compile(lean, backend=counting) if "torch.compile(lean)" in how else lean, pair[1][0]]
     for step in range(4):

@@ -50,9 +50,8 @@ def trained(rank: int, options: ab.Quantised | ab.Auto) -> dict[str, Any]:
 
 OPTIONS = [
     *(ab.Quantised(kind) for kind in COMPRESSED),
-    *(ab.Quantised(kind, "stochastic") for kind in COMPRESSED),
     ab.Quantised("bf16", residual=True),
-    ab.Quantised("int8", "stochastic", residual=True),
+    ab.Quantised("int8", residual=True),
     ab.Quantised("int4", residual=False),
     ab.Auto(at_least="oktopk:0.1"),
 ]

@@ -103,10 +103,10 @@ def closed(rank: int, residuals: Any) -> list[list[str]]:
     for _ in range(3):
         output = lean(torch.full((2, WIDTH), 1.0 + rank))
         output.sum().backward()
-    exchanges, comms = lean._collectives._memory, list(lean._collectives._families[0]._comms.values())
+    exchanges, comms = lean._collectives.residuals, list(lean._collectives._families[0]._comms.values())
     memory = {
         f"residual of {state.names}": state.residual if state.packed is None else state.packed.message
-        for state in exchanges._state.buckets()
+        for state in exchanges.buckets()
     }
     memory |= {f"zeros of {number}": comm._zeros for number, comm in enumerate(comms)}
     assert not lean.layout._slots._slots, "none between steps"

@@ -52,7 +52,8 @@ def looked_at(rank: int, cancelling: bool) -> list[str]:
         for each in (plain, lean):
             each(drawn(step, rank, cancelling)).backward()
         plain.zero_grad()
-    (theirs,), (ours,) = (each._collectives._memory._state.buckets() for each in (plain, lean))  # type: ignore[union-attr]
+    (theirs,), (ours,) = (each._collectives.residuals.buckets() for each in (plain, lean))  # type: ignore[union-attr]
+    assert ours.residual_monitor is not None and theirs.residual_monitor is not None
     samples, expected = ours.residual_monitor.samples(), theirs.residual_monitor.samples()
     assert [look.step for look in samples] == [look.step for look in expected] and len(samples) > 9
     for look, other in zip(samples, expected, strict=True):

@@ -27,7 +27,7 @@ def conserved(rank: int, residuals: Any, kind: str) -> float:
     for step in range(STEPS):
         (0.01 * lean(batch(step, rank)).pow(2).sum()).backward()
         waits = lean.comm_state_dict()["residuals"]
-        for bucket in lean._collectives._memory._state.buckets():
+        for bucket in lean._collectives.residuals.buckets():
             assert len(bucket.residual) == 0, "none is in float32 between steps"
             for name in bucket.names:
                 allowed[name] += STEP[residuals] * float(bucket.current().abs().max())
@@ -50,7 +50,7 @@ def test_nothing_is_lost_but_what_roundings_change() -> None:
         assert all(worst > 0.0 for worst in answers)
 
 
-def beside_exact(rank: int, residuals: Any) -> tuple[float, float]:
+def against_exact(rank: int, residuals: Any) -> tuple[float, float]:
     """The distance of the weights from those of exact residuals, and how far training has moved them."""
     models = [Chain(), Chain()]
     start = torch.cat([p.detach().flatten() for p in models[0].parameters()]).clone()
@@ -69,5 +69,5 @@ def beside_exact(rank: int, residuals: Any) -> tuple[float, float]:
 
 
 def test_weights_stay_close_to_those_of_exact_residuals() -> None:
-    for answers in each_on_ranks(beside_exact, 2, [("bf16",), ("int8",)]):
+    for answers in each_on_ranks(against_exact, 2, [("bf16",), ("int8",)]):
         assert all(0.0 < distance < 0.05 * moved for distance, moved in answers)

@@ -135,7 +135,7 @@ def aliasing(rank: int, residuals: Any, kind: str) -> int:
     for name, parameter in model.named_parameters():
         log.born(name, parameter.detach())
         log.born(f"momentum of {name}", lean.optimizer.state[parameter]["momentum_buffer"])
-    for state in lean._collectives._memory._state.buckets() if kind != "dense" else []:
+    for state in lean._collectives.residuals.buckets() if kind != "dense" else []:
         stored = state.residual if state.packed is None else state.packed.message
         log.born(f"the residual of {state.names}", stored)
     assert log.clashes() == []

@@ -59,6 +59,7 @@ def two_kinds_on_four_lanes(rank: int) -> dict[str, Any]:
     return facts_of(quietly(lanes, CPU, largest_nbytes=100_001, budget_s=0.3, collectives=timed))
 
 
+@pytest.mark.slow
 def test_what_is_measured_and_that_all_ranks_hold_the_same() -> None:
     first, second, third = on_ranks(two_kinds_on_four_lanes, 3)
     assert first["text"] == second["text"] == third["text"]
@@ -178,11 +179,11 @@ def test_the_budget_bounds_the_repetitions_alike_on_every_rank() -> None:
     assert on_ranks(repetitions, 2) == [[1, 2, fewest, 12, most]] * 2
 
 
-def starts_beside(rank: int) -> tuple[int, list[tuple[float, float]]]:
+def contending_starts(rank: int) -> tuple[int, list[tuple[float, float]]]:
     """How often an action is repeated where two pairs of ranks share links, and when each began and ended."""
     mesh = init_device_mesh("cpu", (2, 2))
     nodes, inside = mesh.get_group(0), mesh.get_group(1)
-    stopwatch = module.Stopwatch(nodes, SlowClock() if rank == 0 else FastClock(), beside=inside)
+    stopwatch = module.Stopwatch(nodes, SlowClock() if rank == 0 else FastClock(), contending=inside)
     spans = []
 
     def action() -> None:
@@ -194,7 +195,7 @@ def starts_beside(rank: int) -> tuple[int, list[tuple[float, float]]]:
 
 
 def test_ranks_that_share_links_start_every_message_together() -> None:
-    (count, first), (_, second), (_, third), (_, fourth) = found = on_ranks(starts_beside, 4)
+    (count, first), (_, second), (_, third), (_, fourth) = found = on_ranks(contending_starts, 4)
     assert {one for one, _ in found} == {count} == {6}  # by the clock of rank 0, which is in one of the pairs
     for one, other in ((first, second), (second, first), (third, fourth), (fourth, third)):
         for (_, ended_s), (begun_s, _) in zip(one, other[1:], strict=False):

@@ -38,6 +38,7 @@ def test_memory_beside_activations() -> None:
         assert saved is not None and 30 < saved < 80
 
 
+@pytest.mark.slow
 def test_whole_steps_are_predicted_where_torchvision_is(monkeypatch: pytest.MonkeyPatch) -> None:
     def built(name: str, device: torch.device, batch: int) -> tuple[nn.Module, Loss]:
         return images(2)(device)

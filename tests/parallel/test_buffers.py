@@ -151,6 +151,7 @@ def follow(rank: int, name: str, scenario: str) -> dict[str, Any]:
     return run(rank, CASES[name], scenario)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scenario", ["plans again and again", "is given the plan"])
 def test_every_forward_sees_what_ddp_would_show_it(scenario: str) -> None:
     for name, answers in cases_on_ranks({name: (follow, name, scenario) for name in CASES}, 2, timeout_s=120.0).items():

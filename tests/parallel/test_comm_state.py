@@ -27,6 +27,8 @@ from parallel.given_gradients import (
 )
 from ranks import cases_on_ranks, on_ranks
 
+pytestmark = pytest.mark.slow
+
 # ---------------------------------------------------------------------------------------------------- checkpoints
 
 

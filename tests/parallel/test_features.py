@@ -261,6 +261,7 @@ def outcomes(cases: Sequence[tuple[str, str]], world_size: int) -> dict[tuple[st
     return seen
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("group", range(GROUPS))
 def test_equals_ddp_to_the_last_bit_on_two_ranks(group: int) -> None:
     """While plans come and go, under a given plan, and where DDP's own buckets win."""
@@ -278,6 +279,7 @@ def test_equals_ddp_to_the_last_bit_on_two_ranks(group: int) -> None:
             assert scenario != "goes back" or not outcome.planned, name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("group", range(GROUPS))
 def test_equals_ddp_to_rounding_on_three_ranks(group: int) -> None:
     outcomes([(name, "is given the plan") for name in list(FEATURES)[group::GROUPS]], 3)

@@ -27,6 +27,7 @@ def some_cases(rank: int, first: int, last: int) -> list[Any]:
     return [last, []]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first", range(FIRST, FIRST + CASES, TOGETHER))
 def test_trains_as_ddp_does(first: int) -> None:
     following, last = first, min(first + TOGETHER, FIRST + CASES)

@@ -54,6 +54,7 @@ def digest(model: Model) -> str:
 MODELS = [("mlp", {}), ("mlp", {"find_unused_parameters": True}), ("normed", {})]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_uneven_inputs(world_size: int) -> None:
     cases = {

@@ -31,6 +31,8 @@ from parallel.twins import (
 )
 from ranks import cases_on_ranks, on_ranks
 
+pytestmark = pytest.mark.slow
+
 
 def to_ddp_and_back(rank: int) -> list[str]:
     """A checkpoint of either loads into the other while it tunes, and training continues in the same way."""
@@ -201,7 +203,6 @@ def curve(rank: int) -> dict[str, Any]:
 
 
 @pytest.mark.campaign_but_first
-@pytest.mark.slow
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_a_loss_curve_of_200_steps_is_ddps(world_size: int) -> None:
     answers = on_ranks(curve, world_size)

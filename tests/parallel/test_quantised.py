@@ -9,7 +9,6 @@ import torch.distributed as dist
 import anabranch as ab
 from anabranch import Network
 from anabranch.values.kinds.formats import FORMATS
-from anabranch.values.kinds.options import ROUNDINGS
 from parallel.given_gradients import (
     COLUMNS,
     ROWS,
@@ -22,10 +21,10 @@ from parallel.given_gradients import (
 )
 from parallel.models import Doubles
 from parallel.twins import Feature, bits, plain_train, steps, twins
-from ranks import on_ranks
+from ranks import cases_on_ranks, on_ranks
 
-KINDS = pytest.mark.parametrize("kind", list(FORMATS))
-NEAREST, STOCHASTIC = ROUNDINGS
+pytestmark = pytest.mark.slow
+
 POINTS = [(0, 1e-5, 0.0), (1 << 20, 1e-3, 0.0)]
 
 
@@ -48,17 +47,16 @@ def planned_run(rank: int, kind: str, scenario: str) -> dict[str, Any]:
     return {"errors": errors, "kinds": sorted(kinds), "explained": ours.explain(), "bits": bits(found).hex()}
 
 
-@KINDS
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_averages_are_close_to_ddps_and_equal_on_all_ranks(kind: str, world_size: int) -> None:
-    answers = on_ranks(planned_run, world_size, kind, "keeps the plan")
-    for answer in answers:
-        assert kind in answer["kinds"]
-        assert (
-            0 < max(answer["errors"]) < {"bf16": 0.006, "int8": 0.02, "int4": 0.6}[kind]
-        )  # int4 sends last step's error, too
-        assert answer["bits"] == answers[0]["bits"]
-    assert f", {kind}" in answers[0]["explained"]
+def test_averages_are_close_to_ddps_and_equal_on_all_ranks(world_size: int) -> None:
+    cases = {kind: (planned_run, kind, "keeps the plan") for kind in FORMATS}
+    for kind, answers in cases_on_ranks(cases, world_size).items():
+        for answer in answers:
+            assert kind in answer["kinds"]
+            most = {"bf16": 0.006, "int8": 0.02, "int4": 0.6}[kind]  # int4 sends last step's error, too
+            assert 0 < max(answer["errors"]) < most, kind
+            assert answer["bits"] == answers[0]["bits"], kind
+        assert f", {kind}" in answers[0]["explained"]
 
 
 INT4_PLAN = ab.Plan((ab.Bucket(("second", "first"), collective="int4"), ab.Bucket(("bias",), collective="int8")))
@@ -109,22 +107,14 @@ def resumed(rank: int, options: ab.Quantised, cut: int | None) -> torch.Tensor:
     return torch.cat([last.flatten(), residuals_of(parallel).flatten()])
 
 
-@pytest.mark.parametrize(
-    "options",
-    [ab.Quantised("int4"), ab.Quantised("int4", "stochastic"), ab.Quantised("int8", "stochastic", residual=True)],
-    ids=str,
-)
-def test_residuals_resume_bit_by_bit(options: ab.Quantised) -> None:
-    for whole, cut in zip(on_ranks(resumed, 2, options, None), on_ranks(resumed, 2, options, 5), strict=True):
-        assert torch.equal(whole, cut)
+def test_residuals_resume_bit_by_bit() -> None:
+    for options in (ab.Quantised("int4"), ab.Quantised("int8", residual=True)):
+        found = cases_on_ranks({"whole": (resumed, options, None), "cut": (resumed, options, 5)}, 2)
+        for whole, cut in zip(found["whole"], found["cut"], strict=True):
+            assert torch.equal(whole, cut), options
 
 
-OPTIONS = [
-    ab.Quantised(kind, rounding, residual)
-    for kind in FORMATS
-    for rounding in (NEAREST, STOCHASTIC)
-    for residual in (False, True)
-]
+OPTIONS = [ab.Quantised(kind, residual=residual) for kind in FORMATS for residual in (False, True)]
 
 
 def optioned(rank: int, options: ab.Quantised) -> dict[str, Any]:
@@ -135,9 +125,14 @@ def optioned(rank: int, options: ab.Quantised) -> dict[str, Any]:
     return {"computed": computed, "applied": applied, "state": parallel.comm_state_dict()}
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_every_option(options: ab.Quantised) -> None:
-    answers = on_ranks(optioned, 2, options)
+def test_every_option() -> None:
+    found = cases_on_ranks({str(options): (optioned, options) for options in OPTIONS}, 2)
+    for options in OPTIONS:
+        check_option(options, found[str(options)])
+
+
+def check_option(options: ab.Quantised, answers: list[dict[str, Any]]) -> None:
+    """Ranks have the same averages, close to the exact ones, and what is missing is in residuals, if they are kept."""
     assert bits(answers[0]["applied"]) == bits(answers[1]["applied"])
     exact = (answers[0]["computed"] + answers[1]["computed"]).double() / 2
     found = answers[0]["applied"].double()
@@ -153,21 +148,6 @@ def test_every_option(options: ab.Quantised) -> None:
         assert all(answer["state"] == {} for answer in answers)
 
 
-def test_stochastic_rounding_is_another_in_every_step_and_the_same_in_every_run() -> None:
-    options = ab.Quantised("int8", STOCHASTIC)
-    once, again = (on_ranks(same_gradient, 2, options)[0] for _ in range(2))
-    assert torch.equal(once, again)
-    assert not torch.equal(once[0], once[1])
-    nearest = on_ranks(same_gradient, 2, ab.Quantised("int8"))[0]
-    assert torch.equal(nearest[0], nearest[1])
-
-
-def same_gradient(rank: int, options: ab.Quantised) -> torch.Tensor:
-    """The averages of two steps with the same gradients."""
-    model, parallel = with_options(options)
-    return torch.stack([one_step(model, parallel, 1, rank) for _ in range(2)])
-
-
 def poisoned(rank: int, kind: str) -> list[bool]:
     """Whether averages were finite in each step; one rank's gradient is not in the fourth."""
     model, parallel = fresh_of(kind)
@@ -178,10 +158,9 @@ def poisoned(rank: int, kind: str) -> list[bool]:
     return seen
 
 
-@KINDS
-def test_what_is_not_finite_reaches_all_ranks_in_that_step_only(kind: str) -> None:
-    for seen in on_ranks(poisoned, 2, kind):
-        assert seen == [True, True, True, False, True, True]
+def test_what_is_not_finite_reaches_all_ranks_in_that_step_only() -> None:
+    for kind, seen in cases_on_ranks({kind: (poisoned, kind) for kind in FORMATS}, 2).items():
+        assert seen == [[True, True, True, False, True, True]] * 2, kind
 
 
 def skipped(rank: int) -> dict[str, Any]:
@@ -229,10 +208,15 @@ def low_precision(rank: int, kind: str, dtype: torch.dtype) -> dict[str, Any]:
     return {"given": torch.stack(given).double(), "applied": torch.stack(applied), "kept": kept}
 
 
-@KINDS
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_gradients_of_16_bits(kind: str, dtype: torch.dtype) -> None:
-    answers = on_ranks(low_precision, 2, kind, dtype)
+def test_gradients_of_16_bits() -> None:
+    matrix = [(kind, dtype) for kind in FORMATS for dtype in (torch.bfloat16, torch.float16)]
+    found = cases_on_ranks({str(case): (low_precision, *case) for case in matrix}, 2)
+    for kind, dtype in matrix:
+        check_16_bits(kind, dtype, found[str((kind, dtype))])
+
+
+def check_16_bits(kind: str, dtype: torch.dtype, answers: list[dict[str, Any]]) -> None:
+    """Averages have the gradients' dtype, residuals are float32, and nothing else is lost."""
     found, total = answers[0]["applied"].double(), answers[0]["given"] + answers[1]["given"]
     assert answers[0]["applied"].dtype == dtype and bits(answers[1]["applied"]) == bits(answers[0]["applied"])
     error = float((found - total / 2).norm() / total.norm() * 2)
@@ -261,7 +245,7 @@ def searched(rank: int, kind: str) -> dict[str, set[str]]:
     return seen
 
 
-@pytest.mark.parametrize("kind", ["int8", "int4"])  # bf16: in test_compress.py
-def test_float64_travels_dense(kind: str) -> None:
-    for seen in on_ranks(searched, 2, kind):
-        assert kind in seen["a"] and seen["b"] == {"dense"}
+def test_float64_travels_dense() -> None:
+    for kind, answers in cases_on_ranks({kind: (searched, kind) for kind in ("int8", "int4")}, 2).items():
+        for seen in answers:  # bf16: in test_compress.py
+            assert kind in seen["a"] and seen["b"] == {"dense"}

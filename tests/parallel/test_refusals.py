@@ -83,10 +83,7 @@ SETTINGS: Mapping[str, tuple[Mapping[str, Any], str]] = {
     "network": ({"network": Network.ring(3, 1e-5, 1e-9)}, "network (3, ['dense'])"),
     "lanes": ({"lanes": 2}, "lanes 2"),
     "compress": ({"compress": "bf16"}, "compress bf16"),
-    "rounding": (
-        {"compress": Quantised("bf16", "stochastic")},
-        "compress Quantised(kind='bf16', rounding='stochastic'",
-    ),
+    "residual": ({"compress": Quantised("bf16", residual=True)}, "compress Quantised(kind='bf16', residual=True"),
     "profile_steps": ({"profile_steps": 7}, "profile_steps 7"),
 }
 

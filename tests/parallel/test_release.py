@@ -143,8 +143,8 @@ def closed_memory(rank: int) -> list[list[str]]:
     for step in range(3):
         one_step(model, parallel, step, rank)
     collectives: Any = parallel._collectives
-    exchanges, comms = collectives._memory, list(collectives._families[0]._comms.values())
-    memory = {f"residual of {state.names}": state.residual for state in exchanges._state.buckets()}
+    exchanges, comms = collectives.residuals, list(collectives._families[0]._comms.values())
+    memory = {f"residual of {state.names}": state.residual for state in exchanges.buckets()}
     memory |= {f"velocity of {names}": flat for names, (_, flat) in exchanges.momentum._flat.items()}
     memory |= {f"zeros of {number}": comm._zeros for number, comm in enumerate(comms)}
     storages = {name: StorageWeakRef(tensor.untyped_storage()) for name, tensor in memory.items()}

@@ -231,8 +231,9 @@ def warned(rank: int) -> list[str]:
         one_step(model, parallel, step, rank)
     said = [parallel.explain()]
     assert parallel._tuner is not None
-    (bucket,) = parallel._tuner.collectives._memory._state.buckets()  # type: ignore[union-attr]
-    bucket.residual_monitor.samples = lambda: [
+    (bucket,) = parallel._tuner.collectives.residuals.buckets()
+    assert bucket.residual_monitor is not None
+    bucket.residual_monitor.samples = lambda: [  # type: ignore[method-assign]
         ResidualSample(step, 2.0 * step, 0.5 * step) for step in range(0, 1280, 64)
     ]
     said.append(parallel.explain())

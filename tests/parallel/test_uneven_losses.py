@@ -202,6 +202,7 @@ def follow(rank: int, name: str, scenario: str) -> dict[str, object]:
         return run(rank, CASES[name], scenario)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_steps_are_counted_alike_on_every_rank(world_size: int) -> None:
     cases = {name: (follow, name, "plans again and again") for name in CASES}

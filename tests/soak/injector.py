@@ -188,7 +188,7 @@ def nudge(training: Training, amount: float) -> None:
 
 def leak_thread(training: Training, amount: float) -> None:
     """A thread that does not end with the model."""
-    threading.Thread(target=time.sleep, args=(5,), name="anabranch-left-over", daemon=True).start()
+    threading.Thread(target=time.sleep, args=(600,), name="anabranch-left-over", daemon=True).start()
 
 
 def leak_group(training: Training, amount: float) -> None:

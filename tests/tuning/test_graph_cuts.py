@@ -8,8 +8,8 @@ import pytest
 
 from anabranch import Bucket, Network, Plan, TensorSpec, Trace
 from anabranch import planning as planners
-from anabranch.tuning.candidates import predicted_s
 from anabranch.tuning.graph_cuts import MOST_PARTS, Parts, needed_parts, parts_of, step_in_parts_s
+from anabranch.tuning.predictions import predicted_s
 
 LAYERS = 8
 CUT_SHARE = 0.001  # of a step, that a cut costs
@@ -68,6 +68,7 @@ def test_without_a_network_each_bucket_is_a_part() -> None:
     assert [tuple(part) for part in needed_parts(TRACE, EACH, None, 0.0)] == [tuple(part) for part in parts_of(EACH)]
 
 
+@pytest.mark.slow
 def test_a_thousand_buckets_are_not_compared_pair_by_pair() -> None:
     tensors = tuple(TensorSpec(f"t{i}", 1 << 12, 4, 1e-5 * (i + 1), "float32") for i in range(1000))
     trace = Trace(tensors, 5e-3)

@@ -9,11 +9,10 @@ from torch import nn
 
 from anabranch import Bucket, DisagreementError, Plan
 from anabranch.exchange.collectives import Collectives
-from anabranch.exchange.contracts import BucketExchange
 from anabranch.exchange.dense import DenseExchanges
 from anabranch.exchange.launcher import BucketLauncher
 from anabranch.tuning.runner import PlanRunner
-from exchange.fake_exchanges import EighthsExchanges, FakeMemory
+from exchange.fake_exchanges import EighthsExchanges, RecordingResiduals
 from ranks import on_ranks
 
 BOTH = Plan((Bucket(("weight", "bias")),))
@@ -25,9 +24,8 @@ class FakeLayout:
 
     default_label = "its own buckets"
 
-    def __init__(self, exchange: BucketExchange, default_plan: Plan | None = None) -> None:
+    def __init__(self, default_plan: Plan | None = None) -> None:
         self.default_plan = default_plan
-        self.exchange = exchange
         self.module = nn.Linear(2, 2)
         self.rebuildable = True
         self.calls: list[str] = []
@@ -62,9 +60,9 @@ class Rig:
 
     def __init__(self, default_plan: Plan | None = None) -> None:
         assert dist.group.WORLD is not None
-        self.memory = FakeMemory()
-        collectives = Collectives(EighthsExchanges(), DenseExchanges(), memory=self.memory)
-        self.layout = FakeLayout(collectives, default_plan)
+        self.residuals = RecordingResiduals()
+        collectives = Collectives(EighthsExchanges(), DenseExchanges(), residuals=self.residuals)
+        self.layout = FakeLayout(default_plan)
         self.runner = PlanRunner(self.layout, dist.group.WORLD, collectives, lambda: None)
 
     def calls(self) -> list[str]:
@@ -74,13 +72,14 @@ class Rig:
         return calls
 
 
-def changes(rank: int) -> None:
+def changes() -> None:
+    """A plan takes effect between two steps."""
     rig = Rig()
     runner = rig.runner
     assert (runner.plan, runner.plan_in_force, runner.launcher, rig.calls()) == (None, None, None, [])
     runner.use_plan(APART)
     assert (runner.plan, runner.plan_in_force, runner.launcher) == (APART, None, None), "not before the next step"
-    assert len(runner.lanes) == 2 and rig.memory.calls == ["use_plan 2"]
+    assert len(runner.lanes) == 2 and rig.residuals.calls == ["use_plan 2"]
     runner.before_forward(averaged=False)
     assert runner.plan_in_force is None and rig.calls() == ["before_change", "before_forward"], "the layout may refuse"
     runner.before_forward(averaged=True)
@@ -99,14 +98,11 @@ def changes(rank: int) -> None:
     runner.before_forward(averaged=True)
     assert runner.launcher is None and rig.calls()[-1] == "use None"
     runner.close()
-    assert rig.layout.calls == ["close"] and rig.memory.calls[-1] == "close" and len(runner.lanes) == 0
+    assert rig.layout.calls == ["close"] and rig.residuals.calls[-1] == "close" and len(runner.lanes) == 0
 
 
-def test_a_plan_takes_effect_between_two_steps() -> None:
-    on_ranks(changes, 2)
-
-
-def defaults(rank: int) -> None:
+def defaults() -> None:
+    """A layout with a default plan runs it from the start."""
     rig = Rig(default_plan=BOTH)
     runner = rig.runner
     assert rig.calls() == ["use 1"] and runner.launcher is not None and runner.launcher.plan == BOTH
@@ -122,11 +118,8 @@ def defaults(rank: int) -> None:
     runner.close()
 
 
-def test_a_layout_with_a_default_plan_runs_it_from_the_start() -> None:
-    on_ranks(defaults, 1)
-
-
-def frozen(rank: int) -> None:
+def frozen() -> None:
+    """Parameters that were frozen do not keep buckets from changing."""
     rig = Rig()
     runner = rig.runner
     runner.use_plan(BOTH)
@@ -147,19 +140,16 @@ def frozen(rank: int) -> None:
     runner.close()
 
 
-def test_frozen_parameters_do_not_keep_buckets_from_changing() -> None:
-    on_ranks(frozen, 1)
-
-
 def states(rank: int) -> str:
+    """States load before the first step, on every rank alike."""
     rig = Rig()
     rig.runner.load("a checkpoint")
-    assert rig.memory.states == ["a checkpoint"]
+    assert rig.residuals.states == ["a checkpoint"]
     rig.runner.check_loaded()
     rig.runner.check_loaded()  # only the first compares
     with pytest.raises(RuntimeError, match=r"load_comm_state_dict\(\) after steps were made: load before the first"):
         rig.runner.load("another")
-    assert rig.memory.states == ["a checkpoint"]
+    assert rig.residuals.states == ["a checkpoint"]
     rig.runner.close()
     other = Rig()
     if rank == 1:
@@ -170,11 +160,6 @@ def states(rank: int) -> str:
         other.runner.check_loaded()
     other.runner.close()
     return str(caught.value)
-
-
-def test_states_load_before_the_first_step_and_alike() -> None:
-    first, second = on_ranks(states, 2)
-    assert first == second and "load_comm_state_dict()" in first and "ranks 1 differ from rank 0" in first
 
 
 def first_bucket(rank: int) -> str:
@@ -192,6 +177,16 @@ def first_bucket(rank: int) -> str:
     return str(caught.value)
 
 
-def test_nothing_is_sent_before_ranks_have_compared_their_states() -> None:
-    for message in on_ranks(first_bucket, 2):
-        assert "rank 0 has 'of rank 0' (item 0), rank 1 has 'of rank 1' (item 0)" in message
+def every_scenario(rank: int) -> list[str]:
+    changes()
+    defaults()
+    frozen()
+    return [states(rank), first_bucket(rank)]
+
+
+def test_plans_change_between_steps_and_states_load_before_the_first() -> None:
+    answers = on_ranks(every_scenario, 2)
+    for disagreed, in_first_bucket in answers:
+        assert disagreed == answers[0][0] and "ranks 1 differ from rank 0" in disagreed
+        assert "load_comm_state_dict()" in disagreed
+        assert "rank 0 has 'of rank 0' (item 0), rank 1 has 'of rank 1' (item 0)" in in_first_bucket

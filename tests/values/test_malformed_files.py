@@ -276,6 +276,7 @@ def test_random_json(content: Any) -> None:
     read_or_refused(content)
 
 
+@pytest.mark.slow
 @settings(max_examples=300)
 @given(damaged(PRINTABLE))
 def test_damaged_files(content: Any) -> None:
@@ -287,6 +288,7 @@ def test_damaged_files(content: Any) -> None:
 UNESCAPED = "FileError repeats names and keys of the file as they are, of any length and with newlines"
 
 
+@pytest.mark.slow
 @settings(max_examples=300)
 @given(damaged(HOSTILE))
 def test_damaged_files_with_control_characters(content: Any) -> None:

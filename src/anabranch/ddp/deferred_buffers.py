@@ -30,7 +30,7 @@ class DeferredBuffers:
         self._current = current
         self._control = control
         self._sent: list[torch.Tensor] = []
-        self._versions: list[int] = []  # of the buffers when they were sent
+        self._versions: list[int] = []  # version counters of the buffers when they were sent
         self._message: torch.Tensor | None = None
         self._arrived: torch.futures.Future[torch.Tensor] | None = None
 
@@ -59,7 +59,7 @@ class DeferredBuffers:
         self._arrived = None
 
     def close(self) -> None:
-        """Release the process group."""
+        """Drop the reference to the process group."""
         self._arrived = None
         del self._control
 

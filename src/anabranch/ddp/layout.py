@@ -23,7 +23,6 @@ from anabranch.ddp.reducer import (
     reduced_parameters,
     relayout,
 )
-from anabranch.exchange.collectives import Collectives
 from anabranch.exchange.lanes import Lane
 from anabranch.exchange.launcher import BucketLauncher
 from anabranch.exchange.parameters import trained_only
@@ -59,8 +58,7 @@ class DdpLayout:
     default_label = "DDP's own buckets"
     default_plan = None  # DDP's own buckets are built by DDP
 
-    def __init__(self, ddp: ExtensibleDDP, exchange: Collectives) -> None:
-        self.exchange = exchange
+    def __init__(self, ddp: ExtensibleDDP) -> None:
         self._ddp_ref = weakref.ref(ddp)  # weak, so that a model that is not used any more is freed
         self._buffers: DeferredBuffers | None = None  # once there is a plan
         self._own_buckets: BucketIndices | None = None  # the buckets that DDP built, once a plan has replaced them

@@ -25,7 +25,7 @@ from anabranch.values.trace import Trace
 
 AnyNoun = TypeVar("AnyNoun", Trace, Network, Plan)
 
-LENGTH_NBYTES = 8  # of the length in front of each of several payloads
+LENGTH_NBYTES = 8  # each of several payloads follows its length
 
 
 def wire_device(group: Group) -> torch.device:

@@ -10,12 +10,11 @@ from anabranch.exchange.collectives import Collectives
 from anabranch.exchange.communicator import GroupCommunicators
 from anabranch.exchange.contracts import Collective, Group
 from anabranch.exchange.dense import DenseExchanges, dense
-from anabranch.exchange.quantised.exchanges import DTYPES, QuantisedExchanges, options_by_kind, sent_dense
-from anabranch.exchange.residuals.flush import Applied
-from anabranch.exchange.residuals.memory import NO_PARAMETERS, ResidualMemory
+from anabranch.exchange.quantised.exchange import DTYPES, QuantisedExchanges, options_by_kind, sent_dense
 from anabranch.exchange.residuals.momentum import Momentum
-from anabranch.exchange.sparse.exchanges import OkTopkExchanges
-from anabranch.exchange.sparse.exchanges import probe_of as sparse_probe_of
+from anabranch.exchange.residuals.store import NO_PARAMETERS, Applied, Residuals
+from anabranch.exchange.sparse.oktopk import OkTopkExchanges
+from anabranch.exchange.sparse.oktopk import probe_of as sparse_probe_of
 from anabranch.values.kinds.formats import BlockFormat
 from anabranch.values.kinds.names import COMPRESSED, DENSE, DENSITIES, density_of, kind_of, split_wire
 from anabranch.values.kinds.options import Auto, OkTopk, Quantised
@@ -94,7 +93,7 @@ def collectives_for(
     skipped: Callable[[], bool] | None = None,
     form: BlockFormat | None = None,
 ) -> Collectives:
-    """All exchanges of a model, by the ``compress`` that the user gave; the rest as in ``ResidualMemory``.
+    """All exchanges of a model, by the ``compress`` that the user gave; the rest as in ``Residuals``.
 
     Whatever it is, a given plan may name bf16 and int8, which need no memory; so may a search while Ok-Topk warms up.
     """
@@ -107,7 +106,7 @@ def collectives_for(
         return Collectives(QuantisedExchanges(rounded), DenseExchanges(), excluded=excluded, mixes=mixes)
     _check_residual_dtypes(rounded, parameters)
     options = settings if isinstance(settings, OkTopk) else settings.oktopk if isinstance(settings, Auto) else OkTopk()
-    memory = ResidualMemory(
+    residuals = Residuals(
         partial(keeps_residual, settings),
         parameters,
         group,
@@ -115,14 +114,14 @@ def collectives_for(
         applied,
         frozen,
         warmup_steps=options.warmup_steps if sparse else 0,
-        momentum=Momentum(options.momentum, rounds=options.wire != "fp32"),
+        momentum=Momentum(options.momentum),
         sample_period=options.region_period,
         skipped=skipped,
         form=form,
     )
-    families = [OkTopkExchanges(sparse, options, memory)] if sparse else []
-    quantised = QuantisedExchanges(rounded, memory.begin_exchange)
-    return Collectives(*families, quantised, DenseExchanges(), memory=memory, excluded=excluded, mixes=mixes)
+    families = [OkTopkExchanges(sparse, options, residuals)] if sparse else []
+    quantised = QuantisedExchanges(rounded, residuals.begin_exchange)
+    return Collectives(*families, quantised, DenseExchanges(), residuals=residuals, excluded=excluded, mixes=mixes)
 
 
 def _is_plain(settings: Settings) -> TypeGuard[Quantised]:

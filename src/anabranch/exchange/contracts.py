@@ -29,24 +29,15 @@ class Traffic(NamedTuple):
     density: float
 
 
-class BucketExchange(Protocol):
-    """Exchanges buckets of a plan, each by the kind that the bucket names."""
+class Scaler(Protocol):
+    """A loss scaler, such as torch.amp.GradScaler."""
 
-    def on_side_stream(self, kind: str) -> bool:
-        """Whether this kind computes before it sends, so that on a GPU it should start on a stream of its own."""
-        ...
-
-    def steps(self, bucket: Bucket, buffer: torch.Tensor, group: Group, divisor: float) -> Steps:
-        """The exchange of one bucket in one step.
-
-        Leaves in ``buffer`` the sum over the ranks of what each offered, divided by ``divisor``, with the same bits on
-        all ranks; what a rank did not offer is in its residual. Called once per bucket and step, on every rank in the
-        same order.
-        """
+    def get_scale(self) -> float:
+        """The factor by which losses are multiplied."""
         ...
 
 
-class ExchangeFamily(BucketExchange, Protocol):
+class ExchangeFamily(Protocol):
     """Exchanges of one algorithm, such as all dense ones, or Ok-Topk at several densities.
 
     kinds   the kinds to measure and to plan with
@@ -62,6 +53,19 @@ class ExchangeFamily(BucketExchange, Protocol):
         """Whether a bucket of this dtype may name this kind."""
         ...
 
+    def on_side_stream(self, kind: str) -> bool:
+        """Whether this kind computes before it sends, so that on a GPU it should start on a stream of its own."""
+        ...
+
+    def steps(self, bucket: Bucket, buffer: torch.Tensor, group: Group, divisor: float) -> Steps:
+        """The exchange of one bucket in one step.
+
+        Leaves in ``buffer`` the sum over the ranks of what each offered, divided by ``divisor``, with the same bits on
+        all ranks; what a rank did not offer is in its residual. Called once per bucket and step, on every rank in the
+        same order.
+        """
+        ...
+
     def sends_little(self, kind: str) -> bool:
         """Whether this kind sends a fourth of the bytes, or less."""
         ...
@@ -75,7 +79,7 @@ class ExchangeFamily(BucketExchange, Protocol):
         ...
 
     def close(self) -> None:
-        """Drop all references to process groups; exchanges that follow find their groups anew."""
+        """Drop all references to process groups; exchanges that follow look their groups up again."""
         ...
 
 

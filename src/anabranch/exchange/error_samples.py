@@ -1,41 +1,29 @@
-"""The measured error of compressed averages: now and then a slice of a bucket is also averaged exactly."""
+"""The measured error of compressed averages: a slice of a bucket is also averaged exactly, once in 200 exchanges."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
 
 import torch
 
 from anabranch.exchange.contracts import Group, Steps, record_stream
 from anabranch.exchange.dense import dense
+from anabranch.exchange.residuals.store import Residuals
+from anabranch.values.kinds.names import DENSE
 from anabranch.values.plan import Bucket
 
 FIRST = 50  # exchanges of a bucket before its first sample, so that no step of a trial has one
 PERIOD = 200  # exchanges between two samples
 SLICE_NUMEL = 1 << 18  # elements of a sample: a message of 1 MiB, so that sampling costs next to nothing
-MEMORY = 0.8  # share of the former samples that counts beside the newest
-
-
-class WithResidual(Protocol):
-    """What is added to a rank's gradients before they are sent; float32, on their device while they are exchanged."""
-
-    residual: torch.Tensor
-
-
-class Velocity(NamedTuple):
-    """A rank sends decay · values + (1 − decay) · gradients in place of gradients; float32, on their device."""
-
-    values: torch.Tensor
-    decay: float
+KEPT = 0.8  # share of the former samples that counts in addition to the newest
 
 
 @dataclass
 class _Samples:
-    """Of one bucket: its place among the buckets, its exchanges so far, and the sums of its samples."""
+    """The samples of one bucket: its place among the buckets, its exchanges so far, and the sums of its samples."""
 
     place: int
     exchanges: int = 0
-    squares: torch.Tensor | None = None  # of the errors, and of the exact averages
+    squares: torch.Tensor | None = None  # sums for the errors, and for the exact averages
 
 
 class ErrorSamples:
@@ -48,29 +36,21 @@ class ErrorSamples:
     Every rank samples the same buckets in the same steps, because all count the same exchanges. Buckets take turns.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, residuals: Residuals) -> None:
+        self._residuals = residuals
         self._samples: dict[tuple[str, ...], _Samples] = {}
 
-    def watched(
-        self,
-        exchange: Steps,
-        bucket: Bucket,
-        buffer: torch.Tensor,
-        group: Group,
-        divisor: float,
-        state: WithResidual | None = None,
-        velocity: Velocity | None = None,
-    ) -> Steps:
-        """The exchange of a bucket, sampled if that is due. It averages the buffer and the residual of ``state``.
-
-        With ``velocity``, as it is before the exchange, that takes the place of the buffer.
-        """
+    def sampled(self, exchange: Steps, bucket: Bucket, buffer: torch.Tensor, group: Group, divisor: float) -> Steps:
+        """The exchange of a bucket; if a sample is due, one that measures its error."""
+        if bucket.collective == DENSE:
+            return exchange
         samples = self._samples.setdefault(bucket.names, _Samples(len(self._samples)))
         samples.exchanges += 1
         number, wait = divmod(samples.exchanges - FIRST - samples.place, PERIOD)
         if wait or number < 0:
             return exchange
-        return self._sampled(exchange, samples, number, buffer, group, divisor, state, velocity)
+        start = number % -(-buffer.numel() // SLICE_NUMEL) * SLICE_NUMEL
+        return self._measured(exchange, samples, slice(start, start + SLICE_NUMEL), bucket, buffer, group, divisor)
 
     def relative_errors(self) -> Mapping[tuple[str, ...], float]:
         """The size of the error relative to the exact average, by bucket; waits for the device."""
@@ -83,7 +63,7 @@ class ErrorSamples:
         return found
 
     def postpone(self) -> None:
-        """Begin to count exchanges anew; what was sampled stays."""
+        """Sample no errors in the next steps, since they are timed: count exchanges from 0 again; samples stay."""
         for samples in self._samples.values():
             samples.exchanges = 0
 
@@ -91,28 +71,27 @@ class ErrorSamples:
         """Forget all samples, since the plan has changed."""
         self._samples = {}
 
-    @staticmethod
-    def _sampled(
+    def _measured(
+        self,
         exchange: Steps,
         samples: _Samples,
-        number: int,
+        where: slice,
+        bucket: Bucket,
         buffer: torch.Tensor,
         group: Group,
         divisor: float,
-        state: WithResidual | None,
-        velocity: Velocity | None,
     ) -> Steps:
-        start = number % -(-buffer.numel() // SLICE_NUMEL) * SLICE_NUMEL
-        part = buffer.view(-1)[start:][:SLICE_NUMEL]
+        state, velocity = self._residuals.of(bucket), self._residuals.velocity(bucket)
+        part = buffer.view(-1)[where]
         exact = part.to(torch.float32, copy=True)
         if velocity is not None:
-            exact.mul_(1 - velocity.decay).add_(velocity.values[start:][:SLICE_NUMEL], alpha=velocity.decay)
+            exact.mul_(1 - velocity.decay).add_(velocity.values[where], alpha=velocity.decay)
         if state is not None:
-            exact += state.residual[start:][:SLICE_NUMEL]
+            exact += state.residual[where]
         yield from dense(exact, group, divisor)
         record_stream(exact)
         yield from exchange
         squares = torch.stack([(part - exact).square().sum(), exact.square().sum()]).double()
         finite = squares.isfinite().all()  # a step with NaN, which a loss scaler skips, is no sample
-        before = torch.zeros_like(squares) if samples.squares is None else samples.squares * MEMORY
+        before = torch.zeros_like(squares) if samples.squares is None else samples.squares * KEPT
         samples.squares = torch.where(finite, before + squares, before)

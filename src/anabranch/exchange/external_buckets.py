@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch.autograd import Variable
 
-from anabranch.exchange.collectives import Collectives, Scaler
+from anabranch.exchange.collectives import Collectives
 from anabranch.exchange.compression import Settings, collectives_for, described, kinds_of
-from anabranch.exchange.contracts import Group, Steps, record_stream
-from anabranch.exchange.residuals.memory import NO_PARAMETERS
+from anabranch.exchange.contracts import Group, Scaler, Steps, record_stream
+from anabranch.exchange.residuals.store import NO_PARAMETERS
 from anabranch.values.kinds.names import DENSE
 from anabranch.values.plan import Bucket, Plan
 
@@ -27,7 +27,7 @@ class ExternalBuckets:
     settings   name one kind (``only_kind``)
     trained    what is averaged, by name: tensors of the sizes and dtypes that buckets have
     group      of the ranks among which they are averaged
-    skipped    as in ``ResidualMemory``
+    skipped    as in ``Residuals``
     """
 
     def __init__(
@@ -58,11 +58,11 @@ class ExternalBuckets:
 
     def agreed(self) -> list[str]:
         """Lines that must be the same on all ranks."""
-        return [described(self._settings), *self.collectives.loaded()]
+        return [described(self._settings), *self.collectives.residuals.loaded()]
 
     def kind_of(self, dtype: torch.dtype) -> str:
         """By which kind a bucket of this dtype travels in this step."""
-        warm = self._steps_done >= self.collectives.warmup_steps
+        warm = self._steps_done >= self.collectives.residuals.warmup_steps
         return self.kind if warm and self.collectives.supports(self.kind, dtype) else DENSE
 
     def steps(self, names: Sequence[str], buffer: torch.Tensor, group: Group, scaler: Scaler | None) -> Steps:
@@ -103,12 +103,12 @@ class ExternalBuckets:
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's state; {} if nothing is kept between steps."""
-        state = self.collectives.state_dict()
+        state = self.collectives.residuals.state_dict()
         return {**state, "steps_trained": self._steps_done} if state else {}
 
     def load_state_dict(self, *states: Mapping[str, Any]) -> None:
         """Load the state of this rank, or those of all ranks; before the first step."""
-        self.collectives.load_state_dict(*states)
+        self.collectives.residuals.load_state_dict(*states)
         self._steps_done = max((state.get("steps_trained", 0) for state in states), default=0)
 
     def close(self) -> None:
@@ -128,7 +128,7 @@ class ExternalBuckets:
             return
         self.in_step = True
         if scaler is not None:
-            self.collectives.rescale(float(scaler.get_scale()))
+            self.collectives.residuals.rescale(float(scaler.get_scale()))
 
     def end_with_this_backward(self) -> None:
         """Call it inside a backward: a step that has begun then, or begins in it, ends with it.
@@ -152,4 +152,4 @@ class ExternalBuckets:
             return
         self.in_step = False
         self._steps_done += 1
-        self.collectives.on_step_end()
+        self.collectives.residuals.on_step_end()

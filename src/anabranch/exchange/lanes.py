@@ -34,7 +34,7 @@ class Message(NamedTuple):
 
     on_end           called with the works of the exchange: when they are done on a host lane, when they are issued on a
                      stream lane
-    on_side_stream   the exchange computes before it sends; a stream lane runs that beside the caller's computation
+    on_side_stream   the exchange computes before it sends; a stream lane overlaps that with the caller's computation
     """
 
     steps: Steps
@@ -167,7 +167,7 @@ class Lanes:
     A host lane issues from its own thread, at no fixed point of the program, so it needs a group of its own: on the
     user's group, a loss that the program all-reduces after backward could be paired with a bucket. A stream lane issues
     from the caller's thread, and the first one uses the user's group, as DDP does. With
-    ``max_ctas`` lanes have communicators of their own that run on so many multiprocessors each: less data needs fewer,
+    ``max_ctas`` lanes have communicators of their own, which run on that many multiprocessors: less data needs fewer,
     and NCCL's blocks occupy theirs while they wait for the network, so a full all-to-all would take multiprocessors
     away from backward. ``siblings``, for a group of only some ranks: as in ``clone_group``. ``own_streams``: as in
     ``StreamLane``.
@@ -269,7 +269,7 @@ class Lanes:
 
 
 def _options(max_ctas: int, timeout: timedelta | None) -> Any:
-    """Options of an NCCL communicator that runs on so many multiprocessors."""
+    """Options of an NCCL communicator that runs on at most ``max_ctas`` multiprocessors."""
     options = dist.ProcessGroupNCCL.Options()
     options.config.max_ctas = max_ctas
     if timeout is not None:

@@ -6,7 +6,8 @@ import torch
 import torch.distributed as dist
 from torch.futures import Future
 
-from anabranch.exchange.contracts import BucketExchange, Group, Steps
+from anabranch.exchange.collectives import Collectives
+from anabranch.exchange.contracts import Group, Steps
 from anabranch.exchange.lanes import Lane, Lanes, Message
 from anabranch.values.plan import Bucket, Plan
 
@@ -27,14 +28,14 @@ class BucketLauncher:
         self,
         plan: Plan,
         lanes: Lanes,
-        exchange: BucketExchange,
+        collectives: Collectives,
         mark_bucket: Callable[[int], EndMarker | None],
         before_first: Callable[[], None] | None = None,
     ) -> None:
         self.plan = plan
         self.lanes = lanes
         self.divisor: Callable[[], int] | None = None
-        self._exchange = exchange
+        self._collectives = collectives
         self._mark_bucket = mark_bucket
         self._before_first = before_first
         self._world_size = dist.get_world_size(lanes[0].group)
@@ -49,7 +50,8 @@ class BucketLauncher:
             self._before_first()
         bucket, lane, label, on_side_stream = self._routes[index]
         divisor = self.divisor() if self.divisor is not None else self._world_size
-        steps = self._exchange.steps(bucket, buffer, lane.group, divisor)
+        steps = self._collectives.steps(bucket, buffer, lane.group, divisor)
+        steps = self._collectives.errors.sampled(steps, bucket, buffer, lane.group, divisor)
         steps = steps if around is None else around(steps, lane.group)
         return lane.submit(Message(steps, buffer, label, self._mark_bucket(index), on_side_stream))
 
@@ -63,4 +65,4 @@ class BucketLauncher:
             f"bucket {index} of {len(self.plan)} ({len(bucket.names)} gradients to {bucket.names[-1]}, "
             f"{bucket.collective} on lane {bucket.lane})"
         )
-        return bucket, self.lanes[bucket.lane], label, self._exchange.on_side_stream(bucket.collective)
+        return bucket, self.lanes[bucket.lane], label, self._collectives.on_side_stream(bucket.collective)

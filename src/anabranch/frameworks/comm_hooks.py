@@ -17,8 +17,8 @@ from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
 from anabranch.exchange.agree import check_same
-from anabranch.exchange.collectives import Scaler
 from anabranch.exchange.compression import Settings, keeps_residuals, name_of, settings_of
+from anabranch.exchange.contracts import Scaler
 from anabranch.exchange.external_buckets import ExternalBuckets, only_kind
 from anabranch.exchange.groups import USE_A_TORCH_GROUP, default_group, no_clone_reason
 from anabranch.exchange.lanes import Lanes, Message

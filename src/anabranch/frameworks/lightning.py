@@ -35,7 +35,7 @@ from anabranch.values.extras import require, require_version
 WHAT = "anabranch.frameworks.lightning"
 TESTED = ("2.4", "2.5", "2.6")  # versions of Lightning
 PACKAGES = {"lightning": "lightning.pytorch", "pytorch_lightning": "pytorch_lightning"}  # what to import from each
-NAME = "anabranch"  # of the strategy, and of the entry in checkpoints
+NAME = "anabranch"  # names the strategy, and its entry in checkpoints
 COMM_HOOK = ("ddp_comm_hook", "ddp_comm_state", "ddp_comm_wrapper")  # arguments of DDPStrategy
 ON_PROGRESS_BAR = "exposed_s"
 
@@ -79,7 +79,7 @@ class AnabranchStrategy(_strategies.DDPStrategy):  # type: ignore[misc]
                 )
         super().__init__(**options)
         self._metrics = _LastMetrics()
-        self._group: dist.ProcessGroup | None = None  # of the last wrapper
+        self._group: dist.ProcessGroup | None = None  # the last wrapper's
         self._kept: dict[str, torch.Tensor] = {}  # this rank's state at the end of the last fit()
         self._explanation = "Nothing was trained yet."
 

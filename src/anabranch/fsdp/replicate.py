@@ -24,9 +24,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn.functional import pad
 
 from anabranch.exchange.agree import all_or_none, check_same
-from anabranch.exchange.collectives import Scaler
 from anabranch.exchange.compression import Compress, Settings, described, settings_of
-from anabranch.exchange.contracts import Group, Steps, record_stream
+from anabranch.exchange.contracts import Group, Scaler, Steps, record_stream
 from anabranch.exchange.dense import all_finite, dense
 from anabranch.exchange.external_buckets import ExternalBuckets, only_kind
 from anabranch.exchange.groups import USE_A_TORCH_GROUP, no_clone_reason
@@ -236,7 +235,7 @@ class Replication:
                     f"{unit.label} travelled exactly in the last step, {numel} elements for the {unit.numel} that were "
                     f"trained when ab.replicate() was called: {why}."
                 )
-        return "\n".join([*lines, *self._exchanges.collectives.summary()])
+        return "\n".join([*lines, *self._exchanges.collectives.residuals.summary()])
 
     def _dense_nbytes(self, numel: int, dtype: torch.dtype) -> int:
         return 2 * (self.node_count - 1) * numel * dtype.itemsize // self.node_count

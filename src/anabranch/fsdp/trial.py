@@ -46,7 +46,7 @@ WARM_UP, RECORDED = 3, 6  # steps
 MEASURING_S = 2.0  # for each of the networks
 LARGEST_NBYTES = 64 << 20
 WORTH = 0.99  # a plan is used if its step takes at most this share of the default's
-SPARE = 0.8  # of the memory that the device has left: activations vary
+SPARE = 0.8  # a plan may use this share of the memory that the device has left: activations vary
 
 Step = Callable[[nn.Module], object]
 
@@ -161,13 +161,15 @@ class _Trial:
 
     def run(self, blocks: Sequence[str] | None, memory_nbytes: int | None) -> FoundSharding:
         """Record, measure, plan, and let the plan take turns with a unit per block."""
-        mesh, device = self.mesh, _device(self.mesh)
+        mesh, on_gpu = self.mesh, self.mesh.device_type == "cuda"
+        # Where the models compute; their parameters may be offloaded to the CPU.
+        device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device(mesh.device_type)
         stock = self.sharded_by(None if blocks is None else ShardingPlan.per_block(blocks))
         trace, default, recorded = self.recorded(stock)
         links = measure_links(mesh, device, trace.nbytes)
         if self.compress is not None:
             links = _with_kind(links, self.compress, trace, recorded, mesh)
-        if memory_nbytes is None and device.type == "cuda":
+        if memory_nbytes is None and on_gpu:
             memory_nbytes = peak_nbytes(trace, default) + _spare_nbytes(stock, mesh, device)
         ungrouped = no_groups_reason(self.options)
         with fails_together("planning", mesh):
@@ -234,15 +236,17 @@ def measure_links(
     """
     largest = max(1 << 20, min(LARGEST_NBYTES, largest_nbytes))
 
-    def network(group: Group, collectives: Mapping[str, Collective], beside: Group | None = None) -> Network:
-        return measure([group], device, largest, MEASURING_S, {"dense": dense, **collectives}, growth=4, beside=beside)
+    def network(group: Group, collectives: Mapping[str, Collective], contending: Group | None = None) -> Network:
+        return measure(
+            [group], device, largest, MEASURING_S, {"dense": dense, **collectives}, growth=4, contending=contending
+        )
 
     overlaps = device.type == "cuda"
     if mesh.ndim == 1:
         return Links(network(mesh.get_group(0), inside_collectives), overlaps=overlaps)
     nodes, inside = mesh.get_group(0), mesh.get_group(1)
     within = agree_on(Network, network(inside, inside_collectives), nodes)
-    between = agree_on(Network, network(nodes, {}, beside=inside), inside)
+    between = agree_on(Network, network(nodes, {}, contending=inside), inside)
     return Links(within, between, overlaps=overlaps)
 
 
@@ -264,13 +268,6 @@ def _checked(
             'ranks), mesh_dim_names=("replicate", "shard")) makes them'
         )
     return mesh[mesh.mesh_dim_names[1]], settings
-
-
-def _device(mesh: DeviceMesh) -> torch.device:
-    """Where the models compute; their parameters may be offloaded to the CPU."""
-    if mesh.device_type == "cuda":
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device(mesh.device_type)
 
 
 def _with_kind(links: Links, compress: Compress, trace: ShardedTrace, recorded: Timeline, mesh: DeviceMesh) -> Links:

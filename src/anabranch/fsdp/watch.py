@@ -90,7 +90,7 @@ class Watch:
         self._undo: list[Callable[[], object]] = []
         self._gradients: list[Any] = []  # handles of hooks for this pass
         self._averages: list[Callable[[torch.Tensor], None]] = []  # our hooks around the exchange between nodes
-        self._steps = 0  # that have ended
+        self._steps = 0  # counts steps that have ended
         self._windows: list[ShardedWindow] = []
         # In front of FSDP2's own hook, and behind it.
         self._handle(model.register_forward_pre_hook(self._begin, prepend=True))

@@ -8,9 +8,9 @@ import torch
 from torch import nn
 from torch.futures import Future
 
-from anabranch.exchange.collectives import ResidualState
 from anabranch.exchange.dense import SUMMABLE_BELOW, all_finite
 from anabranch.exchange.flat import shaped
+from anabranch.exchange.residuals.state import BucketState
 from anabranch.lean.optimizers import BucketOptimizer
 from anabranch.planning.memory import SLOTS
 from anabranch.values.plan import Bucket
@@ -34,7 +34,7 @@ class LiveBucket:
     planned: Bucket
     parameters: Sequence[nn.Parameter]
     optimizer: BucketOptimizer
-    residual: ResidualState | None = None
+    residual: BucketState | None = None
     views: Mapping[str, torch.Tensor] | None = None
     finite_flags: list[torch.Tensor] = field(default_factory=list)
     arrived: set[str] = field(default_factory=set)
@@ -55,7 +55,7 @@ class LiveBucket:
         """Whether all expected gradients have arrived."""
         return len(self.arrived) + len(self.frozen) >= len(self.parameters)
 
-    def begin_backward(self, residual: ResidualState | None) -> None:
+    def begin_backward(self, residual: BucketState | None) -> None:
         """Expect a gradient for every parameter that is not frozen now."""
         self.arrived.clear()
         self.frozen = {name for name, parameter in self.named if not parameter.requires_grad}

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.autograd import Variable
 
-from anabranch.exchange.collectives import Collectives, Scaler
-from anabranch.exchange.contracts import Group
+from anabranch.exchange.collectives import Collectives
+from anabranch.exchange.contracts import Group, Scaler
 from anabranch.exchange.launcher import BucketLauncher
 from anabranch.lean.buckets import LiveBucket, Slots
 from anabranch.lean.optimizers import BucketOptimizers
@@ -68,7 +68,7 @@ class Engine(StepObserver):
         find_unused: bool,
     ) -> None:
         self.default_plan = default_plan
-        self.exchange = collectives
+        self.residuals = collectives.residuals
         self.updates = updates
         self.steps_done = 0
         self.averaged_backward_running = False
@@ -217,7 +217,7 @@ class Engine(StepObserver):
         self._any_gradient_arrived = True
         self._frozen.begin(self._control)
         for bucket in self.buckets:
-            bucket.begin_backward(self.exchange.residual_state(bucket.planned))
+            bucket.begin_backward(self.residuals.of(bucket.planned))
 
     def _launch(self) -> None:
         """Launch the next bucket on its lane."""

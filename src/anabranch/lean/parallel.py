@@ -19,7 +19,6 @@ from anabranch.ddp.compiled.graphs import CompiledGraphs
 from anabranch.ddp.reducer import compiled_as_ddp
 from anabranch.ddp.wrap_checks import check_outermost, check_unwrapped, dtensor_reason
 from anabranch.exchange.agree import all_or_none, check_same, from_rank_0
-from anabranch.exchange.collectives import Scaler
 from anabranch.exchange.compression import (
     Compress,
     Settings,
@@ -28,6 +27,7 @@ from anabranch.exchange.compression import (
     may_be_sparse,
     settings_of,
 )
+from anabranch.exchange.contracts import Scaler
 from anabranch.exchange.groups import USE_A_TORCH_GROUP, default_group, no_clone_reason
 from anabranch.exchange.parameters import ignored_names, model_parts
 from anabranch.lean.activations.cost_model import BlockCosts
@@ -320,7 +320,7 @@ class LeanDataParallel(Tuned, nn.Module):
         if self._activations.choice is None:
             self._activations.choose(self._own_choice, self._agreed_choice)
             if "residuals" in self._activations.agreed:
-                self.layout.exchange.store_residuals(self._activations.agreed["residuals"])
+                self.layout.residuals.store_as(self._activations.agreed["residuals"])
 
     def _own_choice(self, blocks: Sequence[BlockCosts]) -> ChoiceMessage:
         """What this rank would choose; BudgetError if nothing fits."""

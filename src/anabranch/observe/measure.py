@@ -58,7 +58,7 @@ def measure(
     budget_s: float = BUDGET_S,
     collectives: Mapping[str, Collective] = JUST_DENSE,
     growth: int = 2,
-    beside: Group | None = None,
+    contending: Group | None = None,
 ) -> Network:
     """The network among the ranks of ``lanes`` (process groups of the same ranks; the first is the main one).
 
@@ -67,7 +67,7 @@ def measure(
     or as long as a few messages of each size need; at most twice as long, where sizes are measured again. Collective:
     every rank must call it with the same other arguments at the same point.
 
-    ``beside``: a group of this rank and of ranks that measure networks of their own at the same time, over the same
+    ``contending``: a group of this rank and of ranks that measure networks of their own at the same time, over the same
     links. They start every message together, as they will in training, so that each gets its share of the links. The
     two kinds of groups must form a grid, as those of a mesh do.
     """
@@ -75,7 +75,7 @@ def measure(
         largest_nbytes = 2 * SMALLEST_NBYTES
     if not budget_s > 0:
         raise ValueError(f"budget_s is {budget_s}: expected more than zero seconds")
-    stopwatch = Stopwatch(lanes[0], clock_for(device), beside)
+    stopwatch = Stopwatch(lanes[0], clock_for(device), contending)
     budget_s = stopwatch.as_rank_0(budget_s)
     world_size = dist.get_world_size(lanes[0])
     sizes = message_sizes(largest_nbytes, growth)
@@ -126,11 +126,11 @@ def drive(steps: Steps) -> None:
 
 
 class Stopwatch:
-    """Times an action that all ranks take together, equally often on each; ranks of ``beside`` start it together."""
+    """Times an action that all ranks take together, equally often on each; ranks of ``contending`` start together."""
 
-    def __init__(self, group: Group, clock: Clock, beside: Group | None = None) -> None:
-        self._groups = [group] if beside is None else [group, beside]
-        self._beside = beside
+    def __init__(self, group: Group, clock: Clock, contending: Group | None = None) -> None:
+        self._groups = [group] if contending is None else [group, contending]
+        self._contending = contending
         self._clock = clock
 
     def repeat(self, action: Callable[[], None], budget_s: float) -> list[float]:
@@ -157,9 +157,9 @@ class Stopwatch:
     def _times(self, action: Callable[[], None], count: int) -> list[float]:
         marks = []
         for _ in range(count):
-            if self._beside is not None:
+            if self._contending is not None:
                 self._clock.settle()
-                dist.barrier(self._beside)
+                dist.barrier(self._contending)
             start = self._clock.mark()
             action()
             marks.append((start, self._clock.mark()))

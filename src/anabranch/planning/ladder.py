@@ -53,9 +53,9 @@ FREE = 0.01  # share of the computing time by which a step may end later for a s
 MERGED = 0.001  # the same, for fewer messages
 ADDED_ERROR = 0.01  # share of a plan's error that all mergers of neighbours may add (``with_fewer_messages``)
 MOST_GRADIENTS = 128  # more are merged with their neighbours before the search
-MOST_STATES = 25_600  # of all gradients together
-FEW_STATES = 16  # of each gradient, in the quick search
-PRICES = 12, 24  # of a second, to find the range that matters, and within it
+MOST_STATES = 25_600  # for all gradients together
+FEW_STATES = 16  # for each gradient, in the quick search
+PRICES = 12, 24  # how many prices of a second are tried to find the range that matters, and within it
 ROUNDING = 1 + 1e-12
 HURRIES = 6  # attempts to make parts that were planned apart finish together in time
 
@@ -323,7 +323,7 @@ class _Part:
     def _least_sums(self, prices: Floats) -> Floats:
         """For each price and i, the least sum of (error + price · cost) over messages with the groups from i on."""
         numel = np.maximum(self._numel[None, :] - self._numel[:, None], 0)
-        one = np.full((len(prices), *numel.shape), inf)  # of one message
+        one = np.full((len(prices), *numel.shape), inf)  # for one message
         for error, costs in zip(self._errors, self._costs, strict=True):
             np.minimum(one, error * numel + prices[:, None, None] * costs, out=one)
         sums = np.zeros((len(prices), len(self) + 1))

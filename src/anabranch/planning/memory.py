@@ -291,10 +291,10 @@ class Setting:
 def peak_footprint(profile: StepProfile, mode: TrainingMode, setting: Setting | None = None) -> Footprint:
     """Return the footprint at the moment of a step when most memory is in use."""
     moments = _lean if mode.lean else _data_parallel
-    return largest(moments(profile, setting or Setting(), mode))
+    return largest_footprint(moments(profile, setting or Setting(), mode))
 
 
-def largest(footprints: Iterable[Footprint]) -> Footprint:
+def largest_footprint(footprints: Iterable[Footprint]) -> Footprint:
     """The first of the footprints with the most bytes on the device."""
     return max(footprints, key=lambda footprint: footprint.nbytes)
 
@@ -314,7 +314,7 @@ def optimizer_step(profile: StepProfile, constant: Footprint) -> Footprint:
     return constant.plus_use("optimizer step", profile.after_backward, workspace=profile.optimizer.workspace_nbytes)
 
 
-def before(name: str) -> str:
+def until_gradient(name: str) -> str:
     """The moment in words while this gradient is computed."""
     return f"until the gradient of {name}"
 
@@ -325,7 +325,7 @@ def _data_parallel(profile: StepProfile, setting: Setting, mode: TrainingMode) -
     constant = constant_footprint(profile, setting, gradients=profile.gradients_nbytes, residual=residual)
     constant = constant.plus(workspace=owner_sums_nbytes(buckets, setting, mode))
     for gradient in profile.gradients:
-        yield constant.plus_use(before(gradient.name), gradient.peak_before)
+        yield constant.plus_use(until_gradient(gradient.name), gradient.peak_before)
     yield from _exchanges(profile, setting, buckets, constant, mode)
     yield optimizer_step(profile, constant)
 
@@ -392,7 +392,7 @@ def lean_moments(profile: StepProfile, setting: Setting, mode: TrainingMode) -> 
     of_index = {index: bucket for bucket in buckets for index in bucket.indices}
     slots, waiting, previous = _Slots(mode, setting), 0, NO_MESSAGES
     for index, gradient in enumerate(profile.gradients):
-        yield Moment(constant.plus(before(gradient.name), **slots.with_more(waiting)), index)
+        yield Moment(constant.plus(until_gradient(gradient.name), **slots.with_more(waiting)), index)
         for bucket in (bucket for bucket in buckets if bucket.last_index == index):
             slots.take(bucket)
             at = f"exchange of the bucket to {gradient.name}"

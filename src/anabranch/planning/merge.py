@@ -256,7 +256,7 @@ class _Problem:
         allowed = (size[:, None] < size[None, :]) & (size[:, None] >= self.least[None, :])  # [j, i]
         cost = np.where(allowed, self.cost(np.maximum(self.total[None, :] - self.total[:, None], 0)), math.inf)
         layer = np.where(size == 0, 0.0, math.inf)
-        layers: list[Ints] = []  # of each c: where the last message of the first i gradients begins
+        layers: list[Ints] = []  # for each c: where the last message of the first i gradients begins
         best, chosen = math.inf, 0
         start_s, transfers_s = self.seconds[0], self._least_transfers_s()
         while len(layers) < self.n:
@@ -276,7 +276,7 @@ class _Problem:
         return cuts[-2::-1]
 
     def _least_transfers_s(self) -> float:
-        """What all bytes take beside start-ups, at the best rate that the curve offers any message."""
+        """Seconds for all bytes without start-ups, at the best rate that the curve offers any message."""
         sizes = np.array([*(size for size in self.at[1:] if size < self.total[-1]), self.total[-1]])
         rates = (self.cost(sizes) - self.seconds[0]) / np.maximum(sizes, 1)
         return float(rates.min() * self.total[-1])

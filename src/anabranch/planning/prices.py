@@ -75,7 +75,7 @@ class Exchange:
     kind        as a bucket names it, such as "int8"
     phases      what a rank sends, by the elements of the bucket and the number of ranks
     computing   the time it computes in addition
-    two_level   ranks of a node are averaged densely, and only nodes exchange in this way
+    two_level   ranks of a node are averaged densely, and only nodes run this exchange
     """
 
     kind: str

@@ -29,7 +29,7 @@ from anabranch.values.timeline import COMPUTE, Interval, Span, Timeline
 from anabranch.values.trace import Trace
 
 MAX_JITTER = 3.0  # one piece of work in six then takes twenty times as long or more: beyond, nothing is modelled
-WORLDS = 64  # of one size, over which the last rank is averaged, where the pool has so many
+WORLDS = 64  # number of worlds of one size over which the last rank is averaged, where the pool has so many
 LEAST_RANKS = 512  # in the pool, so that the mean of small worlds is over many of them
 CHUNK_NUMBERS = 1 << 20  # drawn at once: 65,536 ranks of 10,000 tensors must not need gigabytes
 
@@ -193,7 +193,7 @@ def slowest_ranks(
     """By world size, the trace that a collective sees: a gradient is ready when the last rank is expected to have it.
 
     Each piece of each rank's computation takes exp(jitter·z) times as long, z standard normal; ``stragglers`` ranks of
-    each world compute ``straggler_factor`` times as long besides. The same seed and sizes give the same traces.
+    each world compute ``straggler_factor`` times as long in addition. The same seed and sizes give the same traces.
     """
     if not 0 <= jitter <= MAX_JITTER:
         raise ValueError(

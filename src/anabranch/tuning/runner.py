@@ -8,7 +8,7 @@ from torch._compile import _disable_dynamo
 
 from anabranch.exchange.agree import all_or_none, check_same
 from anabranch.exchange.collectives import Collectives
-from anabranch.exchange.contracts import BucketExchange, Group
+from anabranch.exchange.contracts import Group
 from anabranch.exchange.lanes import Lanes
 from anabranch.exchange.launcher import BucketLauncher
 from anabranch.observe.clock import clock_for
@@ -27,11 +27,6 @@ class Layout(Protocol):
     @property
     def default_plan(self) -> Plan | None:
         """The buckets that run without a plan; None if the layout builds and launches them itself."""
-        ...
-
-    @property
-    def exchange(self) -> BucketExchange:
-        """How buckets are exchanged."""
         ...
 
     def trained(self) -> dict[str, nn.Parameter]:
@@ -158,7 +153,7 @@ class PlanRunner:
                 "load_comm_state_dict() after steps were made: load before the first step, in which ranks compare what "
                 "they loaded; close() this DataParallel, wrap the module again, and load"
             )
-        self._collectives.load_state_dict(*states)
+        self._collectives.residuals.load_state_dict(*states)
 
     @_disable_dynamo
     def check_loaded(self) -> None:
@@ -168,7 +163,7 @@ class PlanRunner:
         """
         if not self._checked:
             what = "the checkpoint given to load_comm_state_dict(), on every rank or on none,"
-            check_same(what, self._collectives.loaded(), self.lanes.control)
+            check_same(what, self._collectives.residuals.loaded(), self.lanes.control)
             self._checked = True
 
     def trains_the_same(self) -> bool:
@@ -195,6 +190,6 @@ class PlanRunner:
         self.launcher = None
         if buckets is not None:
             self.launcher = BucketLauncher(
-                buckets, self.lanes, self.layout.exchange, self.timer.mark_bucket, self.check_loaded
+                buckets, self.lanes, self._collectives, self.timer.mark_bucket, self.check_loaded
             )
         self.layout.use(self.launcher)

@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from anabranch.exchange.collectives import Collectives, Scaler
+from anabranch.exchange.collectives import Collectives
+from anabranch.exchange.contracts import Scaler
 from anabranch.exchange.groups import keep_all_groups
 from anabranch.observe.metrics import Logger, MetricsFeed
 from anabranch.observe.trace_window import TraceWindow
@@ -79,12 +80,12 @@ class Tuned:
     @property
     def trace(self) -> Trace | None:
         """The recorded trace, the slowest rank's at every gradient; None before profiling is over."""
-        return self._tuner.trace if self._tuner is not None else None
+        return self._tuner.search.trace if self._tuner is not None else None
 
     @property
     def network(self) -> Network | None:
         """The network as measured or given; None before it is measured."""
-        return self._tuner.network if self._tuner is not None else None
+        return self._tuner.search.network.known if self._tuner is not None else None
 
     @property
     def timeline(self) -> Timeline | None:
@@ -158,7 +159,7 @@ class Tuned:
         """The state of this rank to save in a checkpoint beside the model: its residuals; {} where none are kept."""
         if self._no_plan_reason == CLOSED:
             raise RuntimeError("this DataParallel was closed, and its residuals are gone: save them before close()")
-        state = self._collectives.state_dict() if self._collectives is not None else {}
+        state = self._collectives.residuals.state_dict() if self._collectives is not None else {}
         return {**state, "steps_trained": self._tuner.steps_done if self._tuner is not None else 0} if state else {}
 
     def load_comm_state_dict(self, *states: Any) -> None:
@@ -177,7 +178,7 @@ class Tuned:
             self._tuner.runner.load(*states)
             self._tuner.runner.timer.steps_done = max((state.get("steps_trained", 0) for state in states), default=0)
         elif self._collectives is not None:
-            self._collectives.load_state_dict(*states)
+            self._collectives.residuals.load_state_dict(*states)
         elif any(state.get("residuals") for state in states):
             raise RuntimeError(f"residuals cannot be loaded: {self._no_plan_reason}")
         self._follow_scale()
@@ -193,7 +194,7 @@ class Tuned:
 
     def _follow_scale(self) -> None:
         if self._scaler is not None and self._collectives is not None:
-            self._collectives.rescale(float(self._scaler.get_scale()))
+            self._collectives.residuals.rescale(float(self._scaler.get_scale()))
 
     def replan(self) -> None:
         """Profile, measure and plan again. Rank 0's call counts; it takes effect within 40 steps, or after a trial."""

@@ -35,7 +35,7 @@ class DisagreementError(AnabranchError):
 
 
 class CollectiveError(AnabranchError):
-    """A collective failed or timed out: another rank died, stalled or took another way."""
+    """A collective failed or timed out: another rank died, stalled or left this step."""
 
 
 class UpdateError(AnabranchError):

@@ -12,7 +12,7 @@ def require(library: str, extra: str | None, what: str, pin: str = "") -> None:
 
     Call it before the import of an optional library, as early as its need is known. ``what`` names the command or
     feature that needs the library, ``extra`` the extra that brings it, or None if no extra does. ``pin`` is a
-    requirement to give pip beside the extra, such as "torch==2.11.0" where pip would otherwise replace the installed
+    requirement to give pip with the extra, such as "torch==2.11.0" where pip would otherwise replace the installed
     torch.
     """
     if sys.modules.get(library) is None and find_spec(library) is None:

@@ -1,4 +1,4 @@
-"""Network: what a collective costs, by itself and beside others, at a given world size."""
+"""Network: what a collective costs, alone and at the same time as others, at a given world size."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace

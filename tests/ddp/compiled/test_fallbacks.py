@@ -147,6 +147,7 @@ def run(rank: int, model: str, how: str) -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.campaign_but_first
 @pytest.mark.parametrize(
     ("model", "how", "sentence"),
@@ -247,6 +248,7 @@ def broken(rank: int, fails_from: int, in_backward: bool) -> dict[str, Any]:
     return {}
 
 
+@pytest.mark.slow
 @pytest.mark.campaign_but_first
 @pytest.mark.parametrize(("fails_from", "in_backward"), [(0, False), (1, False), (1, True)])
 def test_a_compile_error_is_raised_and_the_other_rank_does_not_hang(fails_from: int, in_backward: bool) -> None:

@@ -6,7 +6,6 @@ import torch
 from benchmarks.virtual import VirtualWorld
 
 from anabranch.exchange.quantised.exchange import exchange
-from anabranch.exchange.quantised.stochastic import Seeds
 from anabranch.values.kinds.formats import BlockFormat
 
 Gradients = list[torch.Tensor]
@@ -30,16 +29,14 @@ def step(
     residuals: Sequence[torch.Tensor] | None,
     form: BlockFormat,
     divisor: float | None = None,
-    chance: int | None = None,
 ) -> VirtualWorld:
-    """One exchange of all ranks; every rank's gradient becomes the average. ``chance``: round by it, in this step."""
+    """One exchange of all ranks; every rank's gradient becomes the average."""
     world = VirtualWorld(len(given))
     held = residuals if residuals is not None else [None] * len(given)
-    seeds = [None if chance is None else Seeds.of(rank, chance, ("bucket",)) for rank in range(world.size)]
     world.run(
         [
-            exchange(gradient, residual, comm, divisor or float(world.size), form, own)
-            for gradient, residual, comm, own in zip(given, held, world.comms, seeds, strict=True)
+            exchange(gradient, residual, comm, divisor or float(world.size), form)
+            for gradient, residual, comm in zip(given, held, world.comms, strict=True)
         ]
     )
     return world

@@ -33,6 +33,7 @@ def test_on_64_ranks(name: str) -> None:
     check_steps(EXCHANGES[name], 64, 6000, 0.02, 3, lambda number: gradients(64, 6000, number))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["exact int8", "fixed bf16", "fixed int8"])
 def test_packed_on_256_ranks(name: str) -> None:
     check_steps(EXCHANGES[name], 256, 5121, 0.1, 2, lambda number: gradients(256, 5121, number))

@@ -31,7 +31,7 @@ def test_naive_twin() -> None:
         velocities = [SHARE * v + (1 - SHARE) * g for v, g in zip(velocities, made, strict=True)]
         sent += sum(v.double() for v in velocities)
         world.run([
-            momentum.wrap(exchange(g, state, comm, 1.0, 0.05, options), g, state)
+            exchange(g, state, comm, 1.0, 0.05, options, momentum.velocity(state))
             for momentum, g, state, comm in zip(momenta, made, held, world.comms, strict=True)
         ])  # fmt: skip
         applied += made[0].double()
@@ -47,21 +47,22 @@ def test_none_changes_nothing() -> None:
     world, held = VirtualWorld(1), states(1, 50)
     momentum = Momentum(0.0)
     gradient = torch.randn(50)
-    world.run([momentum.wrap(exchange(gradient, held[0], world.comms[0], 1.0, 0.5, OkTopk()), gradient, held[0])])
-    assert momentum.state_dict() == {}
+    velocity = momentum.velocity(held[0])
+    world.run([exchange(gradient, held[0], world.comms[0], 1.0, 0.5, OkTopk(), velocity)])
+    assert velocity is None and momentum.state_dict() == {}
 
 
 @pytest.mark.parametrize("bad", [float("nan"), 3e38])
 @pytest.mark.parametrize("wire", ["fp32", "bf16"])
 def test_what_cannot_be_sent_leaves_no_trace(wire: Any, bad: float) -> None:
     world, held = VirtualWorld(2), states(2, NUMEL)
-    momenta = [Momentum(SHARE, wire == "bf16") for _ in range(2)]
+    momenta = [Momentum(SHARE) for _ in range(2)]
     for step in range(3):
         made = gradients(2, NUMEL, step)
         if step == 1:
             made[1][7] = bad
         world.run([
-            momentum.wrap(exchange(g, state, comm, 2.0, 0.05, OkTopk(warmup_steps=0, wire=wire)), g, state)
+            exchange(g, state, comm, 2.0, 0.05, OkTopk(warmup_steps=0, wire=wire), momentum.velocity(state))
             for momentum, g, state, comm in zip(momenta, made, held, world.comms, strict=True)
         ])  # fmt: skip
         assert bool(made[0].isnan().all()) == (step == 1)

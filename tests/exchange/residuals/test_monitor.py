@@ -8,7 +8,7 @@ import torch
 from benchmarks.virtual import VirtualWorld
 
 from anabranch.exchange.residuals.monitor import MAX_SAMPLES, ResidualMonitor, ResidualSample, residual_grows
-from anabranch.exchange.residuals.state import SparseState
+from anabranch.exchange.residuals.state import BucketStates
 from anabranch.exchange.sparse.oktopk import exchange
 from anabranch.values.kinds.options import OkTopk
 from exchange.sparse.worlds import gradients
@@ -83,7 +83,7 @@ def test_steps_that_are_not_finite_are_left_out() -> None:
 @pytest.mark.parametrize("decay", [1.0, 0.99])
 def test_training_as_it_should_be_gives_no_warning(decay: float) -> None:
     """Real exchanges on heavy-tailed gradients, steady and shrinking: the age is a few steps, and has a bound."""
-    world, held = VirtualWorld(2), [SparseState(rank, 2, sample_period=8) for rank in range(2)]
+    world, held = VirtualWorld(2), [BucketStates(rank, 2, sample_period=8) for rank in range(2)]
     options = OkTopk(density=DENSITY, warmup_steps=0)
     for step in range(240):
         buckets = [state.bucket(("w",), (2000,)) for state in held]

@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from anabranch.exchange.residuals.packing import PackedResidual
-from anabranch.exchange.residuals.state import BucketState, SparseState
+from anabranch.exchange.residuals.state import BucketState, BucketStates, PackedResidual
 from anabranch.values.kinds.formats import STORED, BlockFormat
 
 SIZES = {"a": 5, "b": 300, "c": 1, "d": 77}
@@ -12,9 +11,9 @@ FORMS = pytest.mark.parametrize("form", STORED.values(), ids=STORED)
 STEP = {"bf16": 2.0**-7, "int8": 1 / 63.5}  # the most that a rounding changes, over the largest value of a block
 
 
-def filled(form: BlockFormat, rank: int = 0, ranks: int = 2) -> tuple[SparseState, dict[str, torch.Tensor]]:
+def filled(form: BlockFormat, rank: int = 0, ranks: int = 2) -> tuple[BucketStates, dict[str, torch.Tensor]]:
     """Two buckets of numbers; and the residuals that they then have."""
-    state = SparseState(rank, ranks, form=form)
+    state = BucketStates(rank, ranks, form=form)
     torch.manual_seed(rank)
     for names in (("a", "b"), ("c", "d")):
         bucket = state.bucket(names, [SIZES[name] for name in names])
@@ -78,12 +77,12 @@ def test_another_plan_takes_them_over(form: BlockFormat) -> None:
 @FORMS
 def test_saved_and_loaded_they_have_the_same_bits(form: BlockFormat) -> None:
     state, before = filled(form)
-    again = SparseState(0, 2, form=form)
+    again = BucketStates(0, 2, form=form)
     again.load_state_dict(state.state_dict())
     for names in (("a", "b"), ("c", "d")):
         again.bucket(names, [SIZES[name] for name in names])
     assert all(torch.equal(piece, before[name]) for name, piece in again.residuals().items())
-    exact = SparseState(0, 2)
+    exact = BucketStates(0, 2)
     exact.load_state_dict(state.state_dict())
     assert torch.equal(exact.bucket(("a", "b"), (5, 300)).residual, torch.cat([before["a"], before["b"]]))
 
@@ -91,7 +90,7 @@ def test_saved_and_loaded_they_have_the_same_bits(form: BlockFormat) -> None:
 @FORMS
 def test_another_world_size_conserves_the_sum_but_for_one_rounding(form: BlockFormat) -> None:
     olds = [filled(form, rank, 2) for rank in range(2)]
-    new = SparseState(0, 1, form=form)
+    new = BucketStates(0, 1, form=form)
     new.load_state_dict(*(state.state_dict() for state, _ in olds))
     new.bucket(("a", "b"), (5, 300))
     for name in ("a", "b"):

@@ -9,17 +9,17 @@ from benchmarks.virtual import VirtualWorld
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from anabranch.exchange.residuals.flush import ResidualFlush
-from anabranch.exchange.residuals.state import SparseState
+from anabranch.exchange.residuals.state import BucketStates
+from anabranch.exchange.residuals.store import ResidualFlush
 from anabranch.exchange.sparse.fixed import fixed_exchange
 from exchange.sparse.worlds import EXCHANGES, gradients, step
 
 SIZES = {"a": 5, "b": 1, "c": 40, "d": 7, "e": 12}
 
 
-def filled() -> SparseState:
+def filled() -> BucketStates:
     """Two buckets, each element its own number."""
-    state = SparseState(0, 2)
+    state = BucketStates(0, 2)
     for names in (("a", "b", "c"), ("d", "e")):
         bucket = state.bucket(names, [SIZES[name] for name in names])
         bucket.residual.copy_(torch.randn(len(bucket.residual)))
@@ -57,7 +57,7 @@ def test_what_is_sent_dense_for_a_while_keeps_its_residual() -> None:
 
 
 def test_two_models_share_nothing() -> None:
-    one, other = filled(), SparseState(0, 2)
+    one, other = filled(), BucketStates(0, 2)
     assert not other.bucket(["a", "b", "c"], [5, 1, 40]).residual.any()
     assert one.residuals()["a"].any()
 
@@ -71,9 +71,9 @@ def through_a_file(state: dict[str, Any], folder: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("name", ["exact", "fixed", "fixed bf16"])
 def test_resuming_is_bit_exact(name: str, tmp_path: Any) -> None:
     world, numels = VirtualWorld(3), (400, 200)
-    kept = [SparseState(rank, 3) for rank in range(3)]
+    kept = [BucketStates(rank, 3) for rank in range(3)]
 
-    def train(states: list[SparseState], first: int, last: int) -> list[torch.Tensor]:
+    def train(states: list[BucketStates], first: int, last: int) -> list[torch.Tensor]:
         made: list[torch.Tensor] = []
         for number in range(first, last):
             made = gradients(3, 600, number)
@@ -81,7 +81,7 @@ def test_resuming_is_bit_exact(name: str, tmp_path: Any) -> None:
         return [*made, *(s.bucket(("x", "y"), numels).residual for s in states)]
 
     train(kept, 0, 5)
-    resumed = [SparseState(rank, 3) for rank in range(3)]
+    resumed = [BucketStates(rank, 3) for rank in range(3)]
     for state, old in zip(resumed, kept, strict=True):
         state.load_state_dict(through_a_file(old.state_dict(), tmp_path))
     assert all(torch.equal(a, b) for a, b in zip(train(kept, 5, 9), train(resumed, 5, 9), strict=True))
@@ -89,11 +89,11 @@ def test_resuming_is_bit_exact(name: str, tmp_path: Any) -> None:
 
 @pytest.mark.parametrize(("old", "new"), [(4, 2), (4, 3), (2, 4), (3, 1), (1, 3)])
 def test_another_world_size_conserves_the_sum(old: int, new: int) -> None:
-    before = [SparseState(rank, old) for rank in range(old)]
+    before = [BucketStates(rank, old) for rank in range(old)]
     for state in before:
         state.bucket(["a", "c"], [5, 40]).residual.copy_(torch.randint(-99, 99, (45,)).float())
         state.bucket(["a", "c"], [5, 40]).step = 9
-    after = [SparseState(rank, new) for rank in range(new)]
+    after = [BucketStates(rank, new) for rank in range(new)]
     for state in after:
         state.load_state_dict(*(s.state_dict() for s in before))
         assert state.bucket(["c", "a"], [40, 5]).fresh
@@ -106,26 +106,26 @@ def test_another_world_size_conserves_the_sum(old: int, new: int) -> None:
 
 
 def test_states_of_different_checkpoints_are_refused() -> None:
-    states = [SparseState(rank, 2) for rank in range(2)]
+    states = [BucketStates(rank, 2) for rank in range(2)]
     for rank, state in enumerate(states):
         bucket = state.bucket(["a"], [5])
         bucket.residual.fill_(rank + 1.0)
         bucket.step, bucket.fresh = 7 + rank, False
     with pytest.raises(ValueError, match=r"different checkpoints: rank 0's says step 7 .* rank 1's says step 8 "):
-        SparseState(0, 1).load_state_dict(*(state.state_dict() for state in states))
+        BucketStates(0, 1).load_state_dict(*(state.state_dict() for state in states))
     for state in states:
         state.bucket(["a"], [5]).step = 7
     states[1].bucket(["a"], [5]).boundaries[1] = 3
     with pytest.raises(ValueError, match="bucket to a: step 7, regions"):
-        SparseState(0, 1).load_state_dict(*(state.state_dict() for state in states))
+        BucketStates(0, 1).load_state_dict(*(state.state_dict() for state in states))
 
 
 def test_what_a_gradient_could_not_hold_of_a_flush_waits_for_the_next() -> None:
-    state = SparseState(0, 1)
+    state = BucketStates(0, 1)
     state.unbucketed["a"] = torch.tensor([70_000.0, 1.0])
     parameter = torch.nn.Parameter(torch.zeros(2, dtype=torch.float16))
     flush = ResidualFlush(state, {"a": parameter}, averaged=lambda: True, applied=lambda names: names)
-    flush.set_sparse_names(())
+    flush.send_all_but(())
     sent = torch.zeros(2)
     for _ in range(3):
         parameter.grad = None
@@ -168,7 +168,7 @@ def test_all_residuals_follow_the_loss_scale() -> None:
     state.rescale(2.0)
     kept = state.state_dict()
     assert all(torch.equal(kept["residuals"][name], piece / 4) for name, piece in before.items()) and kept["scale"] == 2
-    other = SparseState(0, 2)
+    other = BucketStates(0, 2)
     other.load_state_dict(kept)
     other.rescale(8.0)
     assert all(torch.equal(piece, before[name]) for name, piece in other.residuals().items())
@@ -185,7 +185,7 @@ def test_the_format_of_saved_states_does_not_change() -> None:
         "residuals": {"a": torch.arange(5.0), "b": torch.ones(1), "d": torch.ones(7)},
         "buckets": [{"names": ["a", "b"], "tilt": 0.25, "boundaries": [0, 2, 6], "step": 17}],
     }
-    state = SparseState(0, 2)
+    state = BucketStates(0, 2)
     state.load_state_dict(saved)
     bucket = state.bucket(["a", "b"], [5, 1])
     assert (bucket.step, bucket.fresh, bucket.boundaries.tolist()) == (17, False, [0, 2, 6])
@@ -200,17 +200,17 @@ def test_the_format_of_saved_states_does_not_change() -> None:
 def test_bad_states_are_refused() -> None:
     saved = filled().state_dict()
     with pytest.raises(ValueError, match="give its own"):
-        SparseState(1, 2).load_state_dict(saved)
+        BucketStates(1, 2).load_state_dict(saved)
     with pytest.raises(ValueError, match="all ranks"):
-        SparseState(0, 3).load_state_dict(saved)
+        BucketStates(0, 3).load_state_dict(saved)
     with pytest.raises(ValueError, match="version 9"):
-        SparseState(0, 2).load_state_dict({**saved, "version": 9})
+        BucketStates(0, 2).load_state_dict({**saved, "version": 9})
     with pytest.raises(ValueError, match="worlds of"):
-        SparseState(0, 2).load_state_dict(saved, {**saved, "world_size": 3})
+        BucketStates(0, 2).load_state_dict(saved, {**saved, "world_size": 3})
     with pytest.raises(ValueError, match=r"ranks \[0, 0\]: give that of each rank once"):
-        SparseState(0, 2).load_state_dict(saved, saved)
+        BucketStates(0, 2).load_state_dict(saved, saved)
     with pytest.raises(ValueError, match=r"different checkpoints: .* rank 1's says no more buckets"):
-        SparseState(0, 1).load_state_dict(saved, {**saved, "rank": 1, "buckets": []})
+        BucketStates(0, 1).load_state_dict(saved, {**saved, "rank": 1, "buckets": []})
     with pytest.raises(ValueError, match="distinct"):
         filled().bucket(["a", "a"], [5, 5])
     with pytest.raises(ValueError, match="elements"):
@@ -220,7 +220,7 @@ def test_bad_states_are_refused() -> None:
 
 
 def test_falling_density_goes_on_conserving() -> None:
-    world, states = VirtualWorld(2), [SparseState(rank, 2) for rank in range(2)]
+    world, states = VirtualWorld(2), [BucketStates(rank, 2) for rank in range(2)]
     for number, density in enumerate((1.0, 0.3, 0.1, 0.02)):
         made = gradients(2, 300, number)
         step(fixed_exchange, made, [s.bucket(["w"], [300]) for s in states], world, density)

@@ -7,7 +7,7 @@ import torch
 
 from anabranch.exchange.residuals import momentum, state
 from anabranch.exchange.residuals.momentum import Momentum
-from anabranch.exchange.residuals.state import SparseState
+from anabranch.exchange.residuals.state import BucketStates
 
 NUMEL = 1 << 16
 CPU = torch.device("cpu")
@@ -15,7 +15,7 @@ CPU = torch.device("cpu")
 
 def saved(device: torch.device) -> dict[str, object]:
     """A checkpoint of one bucket, whose tensors are on this device."""
-    first = SparseState(0, 2, device)
+    first = BucketStates(0, 2, device)
     bucket = first.bucket(["weight"], [NUMEL])
     bucket.residual.fill_(3.0)
     bucket.fresh = False
@@ -36,7 +36,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> set[int]:
 
 
 def test_whoever_drops_a_piece_records_its_stream(recorded: set[int]) -> None:
-    loaded = SparseState(0, 2, CPU)
+    loaded = BucketStates(0, 2, CPU)
     loaded.load_state_dict(saved(CPU))
     piece = loaded.unbucketed["weight"]
     bucket = loaded.bucket(["weight"], [NUMEL])
@@ -77,7 +77,7 @@ def overwritten(build: Callable[[], torch.Tensor], device: torch.device) -> torc
 def test_a_loaded_residual_is_not_overwritten_before_it_is_read() -> None:
     device = torch.device("cuda")
     for _ in range(3):
-        loaded = SparseState(0, 2, device)
+        loaded = BucketStates(0, 2, device)
         loaded.load_state_dict(saved(device))
         found = overwritten(lambda loaded=loaded: loaded.bucket(["weight"], [NUMEL]).residual, device)  # type: ignore[misc]
         assert torch.equal(found, torch.full_like(found, 3.0))

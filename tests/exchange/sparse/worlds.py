@@ -13,7 +13,7 @@ from anabranch.exchange.contracts import Steps
 from anabranch.exchange.residuals.state import BucketState
 from anabranch.exchange.sparse.exact import exact_exchange
 from anabranch.exchange.sparse.fixed import fixed_exchange
-from anabranch.exchange.sparse.oktopk import in_float32
+from anabranch.exchange.sparse.oktopk import round_averages
 from anabranch.values.kinds.options import OkTopk
 
 SOON = OkTopk(threshold_period=3, region_period=2)  # so that few steps see refreshes and steps without
@@ -85,7 +85,9 @@ def narrow_step(
     """One step of all ranks at a density of 5 %, with gradients of 16 bits."""
 
     def of(gradient: torch.Tensor, state: BucketState, comm: Communicator) -> Steps:
-        return in_float32(gradient, lambda wide: exchange(wide, state, comm, divisor, 0.05), state, comm, divisor)
+        wide = gradient.float()
+        yield from exchange(wide, state, comm, divisor, 0.05)
+        round_averages(wide, gradient, state, comm.rank, divisor)
 
     world.run([of(*rank) for rank in zip(given, held, world.comms, strict=True)])
 

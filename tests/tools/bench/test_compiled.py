@@ -120,6 +120,7 @@ def compiled(rank: int) -> dict[str, Any]:
     return {"references": references(rank), "many": many(rank)}
 
 
+@pytest.mark.slow
 def test_only_the_uncut_ddp_is_compiled_in_one_part_and_every_contestant_of_a_class_is_compiled() -> None:
     for found in on_ranks(compiled, 2, timeout_s=100):
         graphs = found["references"]

@@ -34,7 +34,7 @@ def test_rows_come_also_behind_one_that_failed(monkeypatch: pytest.MonkeyPatch, 
     done = torchrun(2, "-m", "benchmarks.lean", *models, "--ways", *ways[:1], *options)
     assert done.returncode == 0, done.stderr
     rows = [cells(line) for line in done.stdout.splitlines() if line.startswith("| DDP")][:-1]  # the last: medians
-    assert [row[1] for row in rows] == [str(TOO_LARGE), "4", "8"]
+    assert [row[1] for row in rows[:2]] == [str(TOO_LARGE), "4"] and int(rows[2][1]) > 8
     assert rows[0][-1] == "rank 1: Tried to allocate more than there is"
     assert rows[0][9] == "" and all(float(row[11]) > 0 and not row[-1] for row in rows[1:])
     known = tmp_path / "rows.json"

@@ -69,6 +69,7 @@ def nodes(rank: int, inside: list[str], names: list[str]) -> list[str]:
     ]
 
 
+@pytest.mark.slow
 def test_hsdp_has_the_nodes_of_the_launcher() -> None:
     asked = ["hsdp", "hsdp:reshard", "fsdp2", "hsdp@int8", "hsdp:reshard@oktopk:0.1"]
     assert (

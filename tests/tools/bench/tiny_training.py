@@ -1,4 +1,4 @@
-"""A model that trains within a moment on a CPU, for ``python -m benchmarks.lean bench.tiny_training:build:4``."""
+"""A model that trains within a moment on a CPU, for ``python -m benchmarks.lean tools.bench.tiny_training:build:4``."""
 
 import os
 

@@ -28,7 +28,7 @@ def measured() -> Network:
 def trace_file(folder: Path, name: str = "layer") -> str:
     """The path of a saved ``small_trace``."""
     path = folder / "trace.json"
-    save(small_trace(name), path)
+    save(small_trace(name), path, force=True)
     return str(path)
 
 

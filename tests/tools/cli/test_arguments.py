@@ -41,10 +41,13 @@ def test_an_unknown_name_lists_those_there(bundle: Path, capsys: pytest.CaptureF
     assert "anabranch brings small" in error_of(capsys, "plan", "--trace", "nope", "--network", RING)
 
 
-@pytest.mark.parametrize("text", ["x" * 5000, "", "../small", "small.json", "small\x00"])
-def test_no_odd_name_is_found(text: str, bundle: Path) -> None:
-    with pytest.raises(FileError, match="no such file"):
-        arguments.trace(text)
+ODD_NAMES = ["x" * 5000, "", "../small", "small.json", "small\x00"]
+
+
+def test_no_odd_name_is_found(bundle: Path) -> None:
+    for text in ODD_NAMES:
+        with pytest.raises(FileError, match="no such file"):
+            arguments.trace(text)
 
 
 def test_without_bundled_traces(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ import anabranch as ab
 from anabranch.tools.bench.run import Settings
 from anabranch.tools.cli import demo
 from anabranch.tools.cli.main import main
-from anabranch.tools.demo import replay, train, ways
+from anabranch.tools.demo import train, trainings
 from anabranch.tools.demo.text import CharTransformer
 from anabranch.tools.lab import preflight
 from anabranch.tools.lab.cluster import Cluster
@@ -109,9 +109,10 @@ def test_no_slow_links(capsys: pytest.CaptureFixture[str], made_up: Parts, tmp_p
     assert made_up == [("slow", None)]
     assert "this machine as it is, without slow links" in capsys.readouterr().err
     page = (tmp_path / "report.html").read_text()
-    assert "Compressed: loss beside time" in page and "on a fast link" not in page and "A dense plan" not in page
+    assert "Compressed: loss over time" in page and "on a fast link" not in page and "A dense plan" not in page
 
 
+@pytest.mark.slow
 def test_at_your_size() -> None:
     found = demo._scaling()
     assert [strategy["name"] for strategy in found["strategies"]] == [
@@ -127,18 +128,19 @@ def test_at_your_size() -> None:
 def code_runs(rank: int) -> list[str]:
     """Whether the code that the page shows makes what the demo trains; the names of those where it does not."""
     different = []
-    for way in ways.ON_SLOW_LINKS:
+    for setup in trainings.ON_SLOW_LINKS:
         names = {"ab": ab, "model": CharTransformer(layers=1), "DistributedDataParallel": DistributedDataParallel}
-        shown, ours = eval(way.code, names), way.wrap(CharTransformer(layers=1))  # noqa: S307 (our own code)
+        shown, ours = eval(setup.code, names), setup.wrap(CharTransformer(layers=1))  # noqa: S307 (our own code)
         kinds = [
             one._collectives and one._collectives.kinds for one in (shown, ours) if isinstance(one, ab.DataParallel)
         ]
         if type(shown) is not type(ours) or len(set(kinds)) > 1:
-            different.append(way.name)
+            different.append(setup.name)
     return different
 
 
-def test_the_code_of_each_way_is_what_is_trained() -> None:
+@pytest.mark.slow
+def test_the_code_of_each_setup_is_what_is_trained() -> None:
     assert on_ranks(code_runs, 2) == [[], []]
 
 
@@ -252,11 +254,12 @@ def test_the_slow_part_on_emulated_links(tmp_path: Path) -> None:
 
 def fast_part(rank: int) -> dict[str, Any]:
     short = Settings(iters=1, batches=1, warmup=0)
-    train.RACE = replay.RACE = short
-    replay.SLOWER, replay.MEASURE_S = 0.1, 0.2
+    train.RACE = train.REPLAY_RACE = short
+    train.SLOWER, train.MEASURE_S = 0.1, 0.2
     return train.fast_links(2)
 
 
+@pytest.mark.slow
 def test_the_fast_part_with_its_replay() -> None:
     found, _ = on_ranks(fast_part, 2)
     rows = {row["name"]: row for row in found["replayed"]["rows"]}

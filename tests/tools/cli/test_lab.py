@@ -56,32 +56,30 @@ def test_clusters(asked: list[Call], arguments: list[str], cluster: Cluster) -> 
     assert list(found.rates_bit_s) == list(cluster.rates_bit_s)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["--rate", "10"], "--rate is '10': expected a rate in kbit, mbit or gbit"),
-        (["--rate", "fast"], "--rate is 'fast'"),
-        (["--rate", "10gbit,"], "--rate is ''"),
-        (["--rate", "-1gbit"], "--rate is '-1gbit'"),
-        (["--rate", "1gbit,2gbit"], "2 rates, 1gbit,2gbit: expected one for all hosts, or 4, one for each"),
-        (["--rate", "0"], "0 Mbit/s: expected 1 Mbit/s to 34 Gbit/s"),
-        (["--rate", "100gbit"], "100 Gbit/s"),
-        (["--rate", "1gbit", "--alpha", "1us"], "needs --emulate"),
-        (["--rate", "1gbit", "--emulate", "--alpha", "1"], "--alpha is '1': expected a time"),
-        (["--rate", "1gbit", "--emulate", "--backend", "nccl"], "gloo only"),
-        (["--rate", "unshaped", "--emulate"], "needs a rate"),
-        (["--rate", "1gbit", "--timeout", "0"], "--timeout is 0"),
-        (["--rate", "1gbit", "--timeout", "nan"], "--timeout is nan"),
-        (["--rate", "1gbit", "--hosts", "0"], "--hosts"),
-        (["--rate", "1gbit", "--backend", "mpi"], "--backend"),
-        ([], "--rate"),
-    ],
-)
-def test_refused_in_one_line(
-    asked: list[Call], arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert words in error_of(capsys, "lab", *arguments, "--", "true")
-    assert not asked
+REFUSED = [
+    (["--rate", "10"], "--rate is '10': expected a rate in kbit, mbit or gbit"),
+    (["--rate", "fast"], "--rate is 'fast'"),
+    (["--rate", "10gbit,"], "--rate is ''"),
+    (["--rate", "-1gbit"], "--rate is '-1gbit'"),
+    (["--rate", "1gbit,2gbit"], "2 rates, 1gbit,2gbit: expected one for all hosts, or 4, one for each"),
+    (["--rate", "0"], "0 Mbit/s: expected 1 Mbit/s to 34 Gbit/s"),
+    (["--rate", "100gbit"], "100 Gbit/s"),
+    (["--rate", "1gbit", "--alpha", "1us"], "needs --emulate"),
+    (["--rate", "1gbit", "--emulate", "--alpha", "1"], "--alpha is '1': expected a time"),
+    (["--rate", "1gbit", "--emulate", "--backend", "nccl"], "gloo only"),
+    (["--rate", "unshaped", "--emulate"], "needs a rate"),
+    (["--rate", "1gbit", "--timeout", "0"], "--timeout is 0"),
+    (["--rate", "1gbit", "--timeout", "nan"], "--timeout is nan"),
+    (["--rate", "1gbit", "--hosts", "0"], "--hosts"),
+    (["--rate", "1gbit", "--backend", "mpi"], "--backend"),
+    ([], "--rate"),
+]
+
+
+def test_refused_in_one_line(asked: list[Call], capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments, words in REFUSED:
+        assert words in error_of(capsys, "lab", *arguments, "--", "true")
+        assert not asked
 
 
 def test_no_program(asked: list[Call], capsys: pytest.CaptureFixture[str]) -> None:

@@ -67,12 +67,19 @@ def test_version_by_module() -> None:
     assert (done.returncode, done.stdout) == (0, f"anabranch {__version__}\n")
 
 
-@pytest.mark.parametrize(
-    "argv",
-    [["bogus"], ["plan"], ["show"], ["plan", "--nonsense"], ["scale", "--jitter", "x"], ["scale", "--batch", "x"]],
-)
-def test_wrong_use_is_one_line(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert "--help" in error_of(capsys, *argv)
+WRONG_USES = [
+    ["bogus"],
+    ["plan"],
+    ["show"],
+    ["plan", "--nonsense"],
+    ["scale", "--jitter", "x"],
+    ["scale", "--batch", "x"],
+]
+
+
+def test_wrong_use_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    for argv in WRONG_USES:
+        assert "--help" in error_of(capsys, *argv)
 
 
 @pytest.mark.parametrize("verb", ["compare", "plan", "simulate"])

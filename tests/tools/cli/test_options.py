@@ -32,7 +32,8 @@ def test_retired_options_are_gone_and_say_what_to_use(capsys: pytest.CaptureFixt
     for verb, retired in RETIRED.items():
         assert not options(verb) & set(retired)
         for name, instead in retired.items():
-            for words in ([name, "1"], [f"{name}=1"]):
+            option, _, value = name.partition(" ")
+            for words in ([option, value or "1"], [f"{option}={value or 1}"]):
                 said = error_of(capsys, verb, *words)
                 assert said == f"{name} of anabranch {verb} is retired: {instead}\n"
 

@@ -1,5 +1,7 @@
 """anabranch reproduce: a paper's tables in a clone, and one line elsewhere."""
 
+from pathlib import Path
+
 import pytest
 from benchmarks.papers import asc, mgwfbp
 from benchmarks.papers.__main__ import PAPERS, _value
@@ -49,7 +51,8 @@ def test_an_unknown_paper_is_an_error(capsys: pytest.CaptureFixture[str]) -> Non
 
 
 def test_without_a_clone_it_says_what_to_run(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(reproduce, "find_spec", lambda name: None)
     assert "in a clone run: python -m benchmarks.papers asc" in error_of(capsys, "reproduce", "asc")

@@ -50,7 +50,6 @@ def test_points_are_what_the_library_says(
         expected = sweep(small_trace(), network_text.network(RING), [4, 16, 64], chosen, **here)
         assert document["points"] == [{**asdict(point), "error": 0.0} for point in expected]  # all of them are dense
         assert {key: document[key] for key in given} == given
-        (tmp_path / "trace.json").unlink()
 
 
 def test_the_default_goes_from_4_to_2048(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -197,39 +196,37 @@ def test_a_plot_is_written_and_not_overwritten(tmp_path: Path, capsys: pytest.Ca
     assert main([*argv, "--force"]) == 0
 
 
-@pytest.mark.parametrize(
-    ("options", "word"),
-    [
-        (["--plot", "plot.svg"], "expected a name that ends in .html"),
-        (["--world-sizes", "4,,8"], "rising whole numbers"),
-        (["--world-sizes", "8,4"], "rising whole numbers"),
-        (["--world-sizes", "0"], "rising whole numbers"),
-        (["--world-sizes", "9" * 5000], "rising whole numbers"),
-        (["--world-sizes", "٤"], "rising whole numbers"),
-        (["--planners", "optimal,magic"], "'magic'"),
-        (["--scaling", "odd"], "odd"),
-        (["--jitter", "nan"], "expected 0 to 3"),
-        (["--jitter", "-0.1"], "expected 0 to 3"),
-        (["--jitter", "1e300"], "expected 0 to 3"),
-        (["--stragglers", "5"], "stragglers is 5"),
-        (["--stragglers", "1x0"], "--stragglers is '1x0': expected how many, such as 1, or with a factor"),
-        (["--stragglers", "1x1001"], "--stragglers is '1x1001'"),
-        (["--stragglers", "-1"], "--stragglers is '-1'"),
-        (["--stragglers", "1", "--world-sizes", "4,1000003"], "has 1000003: expected 131072 at most"),
-        (["--jitter", "0.1", "--world-sizes", "4,1000003"], "has 1000003: expected 131072 at most"),
-        (["--batch", "9" * 30], "--batch"),
-        (["--spread", "1"], "spread is 1"),
-        (["--fixed-share", "-1"], "fixed_share is -1"),
-        (["--batch", "4"], "the trace's meta has batch None"),
-        (["--network", "10gbe", "--spread", "0.1"], "10gbe brings its own"),
-        (["--network", "10gbe:16"], "10gbe:ranks=16"),
-        (["--network", "token"], "no name (1gbe, 10gbe"),
-    ],
-)
-def test_wrong_options_are_one_line(
-    options: list[str], word: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert word in error_of(capsys, "scale", "--trace", trace_file(tmp_path), "--network", RING, *options)
+WRONG_OPTIONS = [
+    (["--plot", "plot.svg"], "expected a name that ends in .html"),
+    (["--world-sizes", "4,,8"], "rising whole numbers"),
+    (["--world-sizes", "8,4"], "rising whole numbers"),
+    (["--world-sizes", "0"], "rising whole numbers"),
+    (["--world-sizes", "9" * 5000], "rising whole numbers"),
+    (["--world-sizes", "٤"], "rising whole numbers"),
+    (["--planners", "optimal,magic"], "'magic'"),
+    (["--scaling", "odd"], "odd"),
+    (["--jitter", "nan"], "expected 0 to 3"),
+    (["--jitter", "-0.1"], "expected 0 to 3"),
+    (["--jitter", "1e300"], "expected 0 to 3"),
+    (["--stragglers", "5"], "stragglers is 5"),
+    (["--stragglers", "1x0"], "--stragglers is '1x0': expected how many, such as 1, or with a factor"),
+    (["--stragglers", "1x1001"], "--stragglers is '1x1001'"),
+    (["--stragglers", "-1"], "--stragglers is '-1'"),
+    (["--stragglers", "1", "--world-sizes", "4,1000003"], "has 1000003: expected 131072 at most"),
+    (["--jitter", "0.1", "--world-sizes", "4,1000003"], "has 1000003: expected 131072 at most"),
+    (["--batch", "9" * 30], "--batch"),
+    (["--spread", "1"], "spread is 1"),
+    (["--fixed-share", "-1"], "fixed_share is -1"),
+    (["--batch", "4"], "the trace's meta has batch None"),
+    (["--network", "10gbe", "--spread", "0.1"], "10gbe brings its own"),
+    (["--network", "10gbe:16"], "10gbe:ranks=16"),
+    (["--network", "token"], "no name (1gbe, 10gbe"),
+]
+
+
+def test_wrong_options_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for options, word in WRONG_OPTIONS:
+        assert word in error_of(capsys, "scale", "--trace", trace_file(tmp_path), "--network", RING, *options)
 
 
 def test_one_rank_has_no_links_to_scale(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -299,7 +296,6 @@ def test_how_lossy_plans_are_is_said(tmp_path: Path, capsys: pytest.CaptureFixtu
         )
         errors = {way: f"{errors[way]}, {found[way, size]:.2g} at {size} ranks" for way in ways}
     assert len({found["auto", size] for size in (4, 16, 64)}) == 3
-    (tmp_path / "trace.json").unlink()
     asked = [word for way in ways for word in ("--compress", way)]
     assert main(["scale", "--trace", trace_file(tmp_path), "--network", RING, *FEW, *asked]) == 0
     out = " ".join(capsys.readouterr().out.split())
@@ -313,7 +309,6 @@ def test_between_nodes_it_is_a_price_and_said_to_be_one(tmp_path: Path, capsys: 
     assert steps["int8@nodes", 64] < steps["int8", 64] <= steps["optimal", 64]
     assert steps["oktopk:0.01@nodes", 64] < steps["int8@nodes", 64]
     assert any("a price, since DataParallel does not run that yet" in said for said in document["assumptions"])
-    (tmp_path / "trace.json").unlink()
     flat = sparse(tmp_path, capsys, "int8", "int8@nodes")
     here = {(p["planner"], p["world_size"]): p["iteration_s"] for p in flat["points"]}
     assert all(here["int8", size] == here["int8@nodes", size] for size in (4, 16, 64))
@@ -337,19 +332,17 @@ def test_gradients_that_are_not_float32_stay_dense(tmp_path: Path, capsys: pytes
     assert points["oktopk:0.01", 64] == points["optimal", 64]
 
 
-@pytest.mark.parametrize(
-    ("way", "words"),
-    [
-        ("fp8", "--compress is 'fp8': expected auto (as faithful as is hidden, down to int4), auto:oktopk:0.01"),
-        ("gtopk:0.01", "--compress is 'gtopk:0.01': expected auto"),
-        ("oktopk:2", "--compress is 'oktopk:2': expected a density in (0, 1], such as oktopk:0.01"),
-    ],
-)
-def test_what_cannot_be_priced_is_named(
-    way: str, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    argv = ["scale", "--trace", trace_file(tmp_path), "--network", RING, *FEW, "--compress", way]
-    assert words in error_of(capsys, *argv)
+UNPRICED = [
+    ("fp8", "--compress is 'fp8': expected auto (as faithful as is hidden, down to int4), auto:oktopk:0.01"),
+    ("gtopk:0.01", "--compress is 'gtopk:0.01': expected auto"),
+    ("oktopk:2", "--compress is 'oktopk:2': expected a density in (0, 1], such as oktopk:0.01"),
+]
+
+
+def test_what_cannot_be_priced_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for way, words in UNPRICED:
+        argv = ["scale", "--trace", trace_file(tmp_path), "--network", RING, *FEW, "--compress", way]
+        assert words in error_of(capsys, *argv)
 
 
 def test_sharded_strategies_stand_beside_the_others(capsys: pytest.CaptureFixture[str]) -> None:

@@ -299,7 +299,7 @@ def demo_page(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_phone_shows_all_of_a_demo(opened: Opener, demo_page: Path) -> None:
     page = opened(demo_page, viewport={"width": 390, "height": 844}, is_mobile=True, has_touch=True).page
     assert page.evaluate("document.documentElement.scrollWidth") == 390
-    outside = page.evaluate("""[...document.querySelectorAll(".bartext")].filter(text => {
+    outside = page.evaluate("""[...document.querySelectorAll(".textpoint text")].filter(text => {
       const plot = text.closest(".plot").getBoundingClientRect();
       return text.getBoundingClientRect().right > plot.right;
     }).length""")
@@ -309,6 +309,7 @@ def test_a_phone_shows_all_of_a_demo(opened: Opener, demo_page: Path) -> None:
 def test_the_page_of_a_demo_is_drawn_without_a_complaint(opened: Opener, demo_page: Path) -> None:
     found = opened(demo_page)
     assert found.complaints == [] and found.page.locator("figure.chart .main-svg").count() >= 6
-    assert found.page.locator("#demo-limit .bartext").all_text_contents().count("200 ms") == 2  # DDP, DataParallel
+    texts = found.page.locator("#demo-limit .textpoint text").all_text_contents()
+    assert [text.strip() for text in texts].count("200 ms") == 2  # DDP, DataParallel
     box = found.page.locator(".headline").bounding_box()
     assert box is not None and box["y"] < 300  # seen without scrolling

@@ -288,6 +288,7 @@ def damaged(draw: st.DrawFn) -> Any:
         return document
 
 
+@pytest.mark.slow
 @given(document=damaged())
 def test_a_damaged_document_is_drawn_or_refused(document: Any) -> None:
     runs = Runs()

@@ -29,7 +29,7 @@ def test_what_compress_may_be() -> None:
     assert settings_of(["int8", "bf16"]) == Auto(kinds=["bf16", "int8"])
     for kind in ("bf16", "int8", "int4"):
         assert settings_of(kind) == Quantised(kind)
-    for same in (None, Quantised("int8", "stochastic"), OkTopk(0.1), Auto(at_least="int4")):
+    for same in (None, Quantised("int8", residual=True), OkTopk(0.1), Auto(at_least="int4")):
         assert settings_of(same) is same
     for wrong in ("int3", "dense", "oktopk:0.01", 8, True, {"int8"}):
         with pytest.raises(ValueError, match=rf"compress is {re.escape(repr(wrong))}: expected one of bf16, int8"):

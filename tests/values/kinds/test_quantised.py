@@ -7,7 +7,7 @@ import torch
 
 from anabranch import Bucket
 from anabranch.exchange.compression import collectives_for, keeps_residuals
-from anabranch.exchange.quantised.exchanges import QuantisedExchanges
+from anabranch.exchange.quantised.exchange import QuantisedExchanges
 from anabranch.values.kinds.formats import FORMATS
 from anabranch.values.kinds.names import COMPRESSED
 from anabranch.values.kinds.options import Quantised
@@ -30,8 +30,7 @@ def test_int4_alone_keeps_a_residual_unless_it_is_said_otherwise() -> None:
     [
         ({"kind": "int2"}, "Quantised kind is 'int2': expected one of 'bf16', 'int8', 'int4'"),
         ({"kind": "dense"}, "Quantised kind is 'dense': expected one of"),
-        ({"rounding": "up"}, "Quantised rounding is 'up': expected one of 'nearest', 'stochastic'"),
-        ({"rounding": None}, "Quantised rounding is None: expected one of"),
+        ({"rounding": "stochastic"}, "Quantised rounding is 'stochastic': expected 'nearest', the only one left"),
         ({"residual": 1}, "Quantised residual is 1: expected True, False or None"),
         ({"residual": "yes"}, "Quantised residual is 'yes': expected True, False or None"),
     ],

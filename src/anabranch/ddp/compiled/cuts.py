@@ -107,10 +107,10 @@ def shape_of(graph: fx.Graph, names: Sequence[str | None], nbytes: Mapping[str, 
             first_use[name] = min(uses[node])
     is_returned = {node for output in graph.nodes if output.op == "output" for node in output.all_input_nodes}
     last_use = [len(nodes) if node in is_returned else max(uses[node], default=-1) for node in nodes]
-    changes = [0.0] * (len(nodes) + 1)  # of the bytes that cross, from one position to the next
+    changes = [0.0] * (len(nodes) + 1)  # how the bytes that cross change from one position to the next
     forbidden = [0] * (len(nodes) + 1)
     made: dict[int, int] = {}  # by storage, the operation that made it; later ones may return views of it
-    nesting = 0  # of vmap and its like, whose values exist only between their first operation and their last
+    nesting = 0  # levels of vmap and its like, whose values exist only between their first operation and their last
     for position, node in enumerate(nodes):
         if nesting > 0:
             forbidden[position] = 1

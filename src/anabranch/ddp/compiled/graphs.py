@@ -24,7 +24,7 @@ Compiled = Callable[..., Any]
 CompileParts = Callable[[fx.GraphModule, Cuts, Sequence[Any], bool], Compiled]
 Parts = Sequence[Sequence[str]]  # names of gradients that leave together, in order
 
-CUT_MODE = "ddp_optimizer"  # of torch's compiler: it cuts graphs for DDP
+CUT_MODE = "ddp_optimizer"  # in this mode torch's compiler cuts graphs for DDP
 DYNAMIC_SHAPES = (
     "a graph has dynamic shapes, so it stays as it is: cut for the plan that there was when torch compiled it, or else "
     "by bytes, as for DDP; inputs of one shape, or torch.compile(dynamic=False), let the plan cut it"
@@ -56,7 +56,7 @@ class CompiledGraphs:
         self._notes: dict[str, None] = {}  # in the order in which they were found
         self._graphs: list[weakref.ref[CutGraph]] = []  # weak: torch drops graphs that it compiles again
         self._installed = False
-        self._codes: set[CodeType] = set()  # of the forward methods of the module's parts
+        self._codes: set[CodeType] = set()  # the code of forward() of each part of the module
         self.round = 0  # counts the changes of ``_parts``
         self.compiled_s: list[float] = []  # seconds of compiling, by round
         self._forward_done_s: float | None = None  # when a forward was compiled whose step has not ended
@@ -71,7 +71,7 @@ class CompiledGraphs:
 
         Call it in each forward: torch imports its compiler in the first one.
         """
-        self._forward_done_s = None  # of a step whose end nobody saw, such as one of several that are accumulated
+        self._forward_done_s = None  # a step whose end was not seen, such as one of several that are accumulated
         if self._installed:
             return
         self._installed = True
@@ -179,7 +179,7 @@ class CompiledGraphs:
             graph.settle()
 
     def note_late(self, what: str) -> None:
-        """All gradients came at the end of backward: remember why, or ``what`` if nobody knows, for explain()."""
+        """All gradients came at the end of backward: note why, for explain(); ``what`` if no reason is known."""
         is_cut = any(graph.cuts for graph in self._alive)  # then they came late by chance, or the model is odd
         if not self._notes and not is_cut:
             self.note(_uncut_reason() or what)
@@ -225,7 +225,7 @@ def _optimize_ddp_mode() -> str:
 
 
 def _uncut_reason() -> str:
-    """Why torch asks nobody where to cut; empty if it does."""
+    """Why torch does not ask where to cut; empty if it does."""
     mode = _optimize_ddp_mode()
     if mode == CUT_MODE:
         return ""

@@ -10,52 +10,28 @@ lost: what the first rounding changed stays with the sender, what the second cha
 to the next gradient. Until ``finish`` neither gradient nor residual changes.
 """
 
-from functools import cache
-from importlib.util import find_spec
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
 
 import torch
 
-from anabranch.exchange.communicator import Communicator
-from anabranch.exchange.contracts import Steps, record_stream
-from anabranch.exchange.quantised import torch_steps
-from anabranch.exchange.quantised.stochastic import Seeds
+from anabranch.exchange.communicator import Communicator, GroupCommunicators
+from anabranch.exchange.contracts import Collective, Group, Steps, Traffic, record_stream
+from anabranch.exchange.dense import dense, dense_traffic
+from anabranch.exchange.quantised.steps import steps_for
 from anabranch.exchange.quantised.torch_steps import Kept
-from anabranch.values.kinds.formats import BlockFormat
+from anabranch.exchange.residuals.state import BucketState
+from anabranch.values.kinds.formats import FORMATS, BlockFormat
+from anabranch.values.kinds.names import BF16, COMPRESSED
+from anabranch.values.kinds.options import Quantised
+from anabranch.values.plan import Bucket
 
-
-class QuantisedSteps(Protocol):
-    """The three steps, in torch operations or as kernels."""
-
-    def quantise(
-        self,
-        values: torch.Tensor,
-        residual: torch.Tensor | None,
-        ranks: int,
-        form: BlockFormat,
-        seed: int | None = None,
-    ) -> torch.Tensor: ...
-
-    def reduce(
-        self, received: torch.Tensor, divisor: float, form: BlockFormat, with_error: bool, seed: int | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor | None]: ...
-
-    def finish(
-        self, gathered: torch.Tensor, buffer: torch.Tensor, form: BlockFormat, kept: Kept | None = None
-    ) -> None: ...
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def exchange(
-    buffer: torch.Tensor,
-    residual: torch.Tensor | None,
-    comm: Communicator,
-    divisor: float,
-    form: BlockFormat,
-    seeds: Seeds | None = None,
+    buffer: torch.Tensor, residual: torch.Tensor | None, comm: Communicator, divisor: float, form: BlockFormat
 ) -> Steps:
     """Average one bucket, as steps for a lane; ``residual`` is float32, or None if rounding errors are dropped.
-
-    ``seeds``: of stochastic rounding; None rounds to the nearest.
 
     Where any rank has a value that is not finite, the average of its block is NaN on all ranks; in bf16 that of this
     value is infinite or NaN. With residuals all averages of the bucket are NaN, and residuals stay as they were.
@@ -63,12 +39,11 @@ def exchange(
     if buffer.numel() == 0:
         return
     run = steps_for(buffer)
-    as_sender, as_owner = seeds or (None, None)
-    sent = run.quantise(buffer, residual, comm.size, form, as_sender)
+    sent = run.quantise(buffer, residual, comm.size, form)
     received = torch.empty_like(sent)
     yield comm.all_to_all(received, sent, "split")
     record_stream(sent, received)
-    message, rounding_error = run.reduce(received, divisor, form, residual is not None, as_owner)
+    message, rounding_error = run.reduce(received, divisor, form, residual is not None)
     gathered = torch.empty_like(sent)
     yield comm.all_gather(gathered, message[None], "gather")
     record_stream(message, gathered)
@@ -79,17 +54,83 @@ def exchange(
     run.finish(gathered, buffer, form, kept)
 
 
-def steps_for(buffer: torch.Tensor) -> QuantisedSteps:
-    """Triton kernels on a GPU that has them, torch operations elsewhere."""
-    kernels = _triton_steps() if buffer.is_cuda else None
-    return torch_steps if kernels is None else kernels
+def options_by_kind(given: Sequence[Quantised]) -> dict[str, Quantised]:
+    """The options of every kind: those given, else its own."""
+    return {**{kind: Quantised(kind) for kind in COMPRESSED}, **{one.kind: one for one in given}}
 
 
-@cache
-def _triton_steps() -> Any:
-    """The steps as kernels, imported when a GPU first needs them; None where Triton is not installed."""
-    if find_spec("triton") is None:
-        return None
-    from anabranch.exchange.quantised import triton_steps
+class QuantisedExchanges:
+    """The family of quantised exchanges.
 
-    return triton_steps
+    given         options of the kinds to plan with; a plan that the user gives may also name others
+    residual_of   gives the residual of a bucket whose kind keeps one; None if no such kind is handled
+
+    bf16 sends gradients dense that are neither float32 nor bfloat16: it would not save a byte of float16, and lose much
+    of float64.
+    """
+
+    def __init__(
+        self,
+        given: Sequence[Quantised] = (),
+        residual_of: Callable[[Bucket, torch.Tensor], BucketState] | None = None,
+    ) -> None:
+        self.kinds = tuple(one.kind for one in given)
+        self._options = options_by_kind(given)
+        self._residual_of = residual_of
+        self._comms = GroupCommunicators()
+
+    def handles(self, kind: str) -> bool:
+        return kind in self._options and (not self._options[kind].keeps_residual or self._residual_of is not None)
+
+    def supports(self, kind: str, dtype: torch.dtype) -> bool:
+        return self.handles(kind) and (dtype in DTYPES or sent_dense(kind, dtype))
+
+    def on_side_stream(self, kind: str) -> bool:
+        return self.handles(kind)
+
+    def sends_little(self, kind: str) -> bool:
+        return kind != BF16 and self.handles(kind)
+
+    def steps(self, bucket: Bucket, buffer: torch.Tensor, group: Group, divisor: float) -> Steps:
+        kind = bucket.collective
+        if sent_dense(kind, buffer.dtype):
+            return dense(buffer, group, divisor)
+        comm = self._comms.of(group)
+        if not self._options[kind].keeps_residual:
+            return exchange(buffer, None, comm, divisor, FORMATS[kind])
+        assert self._residual_of is not None  # it is handled
+        return _with_residual(self._residual_of(bucket, buffer), buffer, comm, divisor, FORMATS[kind])
+
+    def traffic(self, bucket: Bucket, numel: int, dtype: torch.dtype, ranks: int) -> Traffic:
+        if sent_dense(bucket.collective, dtype):
+            return dense_traffic(numel, dtype, ranks)
+        form = FORMATS[bucket.collective]
+        nbytes = 2 * (ranks - 1) * form.message_nbytes(form.region_numel(numel, ranks))
+        return Traffic(nbytes, nbytes, 1.0)
+
+    def probe(self, kind: str) -> Collective:
+        options = self._options[kind]
+        residuals: dict[int, torch.Tensor] = {}
+
+        def exchanged(buffer: torch.Tensor, group: Group, divisor: float) -> Steps:
+            if options.keeps_residual and buffer.numel() not in residuals:
+                residuals[buffer.numel()] = torch.zeros_like(buffer, dtype=torch.float32)
+            return exchange(buffer, residuals.get(buffer.numel()), self._comms.of(group), divisor, FORMATS[kind])
+
+        return exchanged
+
+    def close(self) -> None:
+        self._comms.clear()
+
+
+def sent_dense(kind: str, dtype: torch.dtype) -> bool:
+    """Whether a bucket of this kind is sent dense because of its dtype."""
+    return kind == BF16 and dtype not in (torch.float32, torch.bfloat16)
+
+
+def _with_residual(
+    state: BucketState, buffer: torch.Tensor, comm: Communicator, divisor: float, form: BlockFormat
+) -> Steps:
+    state.record_norms(buffer)
+    state.step += 1
+    yield from exchange(buffer, state.residual, comm, divisor, form)

@@ -11,17 +11,17 @@ multiple of 16, in the middle of a measurement.
 import triton
 import triton.language as tl
 
-from anabranch.exchange.quantised import stochastic
+from anabranch.exchange.quantised.torch_steps import MULTIPLIERS
 from anabranch.values.kinds import formats
 
 ROUND = tl.constexpr(12582912.0)  # 1.5 · 2²³: adding it rounds a float32 to an integer, to the even one if in doubt
 NAN_BITS = tl.constexpr(formats.NAN_BITS)
-FIRST_MULTIPLIER, SECOND_MULTIPLIER = tl.constexpr(stochastic.MULTIPLIERS[0]), tl.constexpr(stochastic.MULTIPLIERS[1])
+FIRST_MULTIPLIER, SECOND_MULTIPLIER = tl.constexpr(MULTIPLIERS[0]), tl.constexpr(MULTIPLIERS[1])
 
 
 @triton.jit
 def _random_bits(position, seed):
-    """Random int32 numbers by position, as in ``stochastic.py``."""
+    """Random int32 numbers by position, as in ``torch_steps.py``."""
     bits = position.to(tl.int32) ^ seed
     bits = (bits ^ ((bits >> 16) & 0xFFFF)) * FIRST_MULTIPLIER
     bits = (bits ^ ((bits >> 15) & 0x1FFFF)) * SECOND_MULTIPLIER

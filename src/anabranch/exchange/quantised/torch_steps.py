@@ -1,14 +1,21 @@
 """The steps of a quantised exchange in torch operations: on CPUs, and as the twin of the Triton kernels.
 
 Each function computes, bit by bit, what the kernel of the same name does, but for the payload of NaN.
+
+Gradients are rounded to the nearest. Residuals that are stored in few bits (``residuals/state.py``) are rounded up or
+down at random, by bits that depend on a value's position and on a seed alone: a hash in integers of 32 bits, so that
+kernels and torch operations have the same bits, and a run can be repeated. A hash of this form (shift, multiply, shift)
+is a permutation of all 32-bit numbers: over many positions every number is as frequent as any other. Its constants are
+those of C. Wellons, *Prospecting for hash functions*, 2018.
 """
 
 from typing import NamedTuple
 
 import torch
 
-from anabranch.exchange.quantised.stochastic import random_bits, uniform
 from anabranch.values.kinds.formats import FINITE, NAN_BITS, NEGLIGIBLE, BlockFormat
+
+MULTIPLIERS = (0x7FEB352D, 0x846CA68B - (1 << 32))  # as int32
 
 
 class Kept(NamedTuple):
@@ -31,7 +38,7 @@ def quantise(
 ) -> torch.Tensor:
     """The messages to all owners, one row each: this rank's values, with its residual added, in the given format.
 
-    ``seed``: of stochastic rounding; None rounds to the nearest.
+    ``seed``: of the random bits by which values are rounded; None rounds to the nearest.
     """
     region = form.region_numel(len(values), ranks)
     dtype = torch.float32 if form.scaled or seed is not None else torch.bfloat16  # then this copy is the rounding
@@ -42,7 +49,7 @@ def quantise(
 
 
 def reduce(
-    received: torch.Tensor, divisor: float, form: BlockFormat, with_error: bool, seed: int | None = None
+    received: torch.Tensor, divisor: float, form: BlockFormat, with_error: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """This owner's message to everyone; ``with_error`` also the error that its rounding has made in the average.
 
@@ -51,7 +58,7 @@ def reduce(
     average = torch.zeros(1, form.region_in(received.shape[1]), dtype=torch.float32, device=received.device)
     for row in received:
         average += _unrounded(row[None], form, 1.0 / divisor)
-    message = _rounded(average, form, seed)
+    message = _rounded(average, form)
     return message[0], _rotated(average - _unrounded(message, form), form)[0] if with_error else None
 
 
@@ -92,14 +99,14 @@ def _rotated(regions: torch.Tensor, form: BlockFormat) -> torch.Tensor:
     return values.view(regions.shape)
 
 
-def _rounded(regions: torch.Tensor, form: BlockFormat, seed: int | None) -> torch.Tensor:
+def _rounded(regions: torch.Tensor, form: BlockFormat, seed: int | None = None) -> torch.Tensor:
     """Messages of these values, a region in each row, which are rotated where the format says so."""
     if not form.scaled:
         return _as_bfloat16(regions, seed).view(torch.uint8)
     blocks = regions.view(len(regions), -1, form.block)
     largest = blocks.abs().amax(dim=2)
     finite = largest <= FINITE  # neither infinite nor NaN
-    scales = _scales(torch.where(finite & (largest >= NEGLIGIBLE), largest, 0.0), form, by_chance=seed is not None)
+    scales = _scales(torch.where(finite & (largest >= NEGLIGIBLE), largest, 0.0), form)
     wide = scales.float()
     inverses = torch.where(wide > 0, 1.0 / wide, 0.0)
     bits = torch.where(finite, scales.view(torch.int16), NAN_BITS)  # torch makes NaNs of various bits
@@ -129,24 +136,18 @@ def _as_bfloat16(values: torch.Tensor, seed: int | None) -> torch.Tensor:
     return torch.where(values.isnan(), NAN_BITS, bits).to(torch.int16).view(torch.bfloat16)
 
 
-def _scales(largest: torch.Tensor, form: BlockFormat, by_chance: bool) -> torch.Tensor:
+def _scales(largest: torch.Tensor, form: BlockFormat) -> torch.Tensor:
     """The scales of blocks with these largest magnitudes, in bfloat16; 0 of a block of zeros."""
     if form.binary_scales:  # the exponent of largest / most, rounded up: most is just below a power of two
         exponent = ((largest.view(torch.int32) + (1 << (25 - form.bits)) - 1) >> 23) - (form.bits - 2)
         return torch.where(largest > 0, (exponent << 23).view(torch.float32), 0.0).to(torch.bfloat16)
-    exact = largest * (1.0 / form.most)
-    return _up_to_bfloat16(exact) if by_chance else exact.to(torch.bfloat16)
-
-
-def _up_to_bfloat16(values: torch.Tensor) -> torch.Tensor:
-    """Values from 0 on, rounded up, so that no value over its scale exceeds the largest integer."""
-    return ((values.view(torch.int32) + 0xFFFF) >> 16).to(torch.int16).view(torch.bfloat16)
+    return (largest * (1.0 / form.most)).to(torch.bfloat16)
 
 
 def _by_chance(values: torch.Tensor, most: int, seed: int) -> torch.Tensor:
-    """An integer beside each value: the upper one with the probability of the part behind the point."""
+    """The integer above or below each value: the one above with the probability of the fraction."""
     low = values.floor()
-    return (low + (uniform(values, seed) < values - low)).clamp(-most, most)  # 1 / scale may be a bit too large
+    return (low + (_uniform(values, seed) < values - low)).clamp(-most, most)  # 1 / scale may be a bit too large
 
 
 def _packed(integers: torch.Tensor, form: BlockFormat) -> torch.Tensor:
@@ -163,3 +164,21 @@ def _unpacked(payload: torch.Tensor, form: BlockFormat) -> torch.Tensor:
         return payload.view(torch.int8).float()
     halves = torch.stack([payload & 15, payload >> 4], dim=2).view(len(payload), -1)
     return halves.float() - 8.0
+
+
+def random_bits(like: torch.Tensor, seed: int) -> torch.Tensor:
+    """Random int32 numbers in the shape of ``like``, by the position of each element."""
+    # int32 and not uint32, which torch cannot multiply: products wrap around, and masks make shifts unsigned.
+    bits = torch.arange(like.numel(), dtype=torch.int32, device=like.device).bitwise_xor_(seed)
+    for shift, multiplier in zip((16, 15), MULTIPLIERS, strict=True):
+        bits.bitwise_xor_(_shifted(bits, shift)).mul_(multiplier)
+    return bits.bitwise_xor_(_shifted(bits, 16)).view(like.shape)
+
+
+def _uniform(like: torch.Tensor, seed: int) -> torch.Tensor:
+    """Random multiples of 2⁻²⁴ in [0, 1), float32, in the shape of ``like``."""
+    return _shifted(random_bits(like, seed), 8).float().mul_(2.0**-24)
+
+
+def _shifted(bits: torch.Tensor, shift: int) -> torch.Tensor:
+    return (bits >> shift).bitwise_and_((1 << (32 - shift)) - 1)

@@ -8,7 +8,7 @@ from anabranch.exchange.quantised import kernels
 from anabranch.exchange.quantised.torch_steps import Kept
 from anabranch.values.kinds.formats import FINITE, NEGLIGIBLE, BlockFormat
 
-VALUES = 2048  # of a program
+VALUES = 2048  # handled by one program
 
 
 def quantise(
@@ -26,15 +26,15 @@ def quantise(
 
 
 def reduce(
-    received: torch.Tensor, divisor: float, form: BlockFormat, with_error: bool, seed: int | None = None
+    received: torch.Tensor, divisor: float, form: BlockFormat, with_error: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """This owner's message to everyone; ``with_error`` also the error that its rounding has made in the average."""
     region = form.region_in(received.shape[1])
     message = torch.empty_like(received[0])
     error = torch.empty(region, dtype=torch.float32, device=received.device) if with_error else None
     kernels.reduce[_grid(region, form),](
-        *_views(received), *_views(message), error if error is not None else message, 1.0 / divisor, seed or 0,
-        len(received), region // form.block, received.shape[1], has_residual=with_error, **_rounding(form, seed),
+        *_views(received), *_views(message), error if error is not None else message, 1.0 / divisor, 0,
+        len(received), region // form.block, received.shape[1], has_residual=with_error, **_rounding(form, None),
         **_blocks(form),
     )  # fmt: skip
     return message, error

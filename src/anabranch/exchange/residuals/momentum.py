@@ -8,41 +8,47 @@ momentum correction and factor masking.
 """
 
 from collections.abc import Mapping
+from typing import NamedTuple
 
 import torch
 
-from anabranch.exchange.contracts import Steps, record_stream
+from anabranch.exchange.contracts import record_stream
 from anabranch.exchange.dense import SUMMABLE_BELOW
-from anabranch.exchange.error_samples import Velocity
 from anabranch.exchange.residuals.state import BucketState
+
+
+class Velocity(NamedTuple):
+    """What a rank sends in place of gradients: decay · values + (1 − decay) · gradients; float32, on their device."""
+
+    values: torch.Tensor
+    decay: float
+
+    def take(self, gradient: torch.Tensor) -> None:
+        """Before an exchange: take the gradient into the velocity, which takes the gradient's place."""
+        self.values.mul_(self.decay).add_(gradient, alpha=1 - self.decay)
+        gradient.copy_(self.values)
+
+    def reset_sent(self, average: torch.Tensor, residual: torch.Tensor, rounded: bool) -> None:
+        """After it: reset what was sent. Gradients that cannot be sent leave no trace.
+
+        ``rounded``: values were rounded before they were sent, so the residual is not exactly 0 where one was sent.
+        """
+        sent = residual == 0
+        if rounded:
+            sent |= average != 0  # where any rank's value was sent; and everywhere, where gradients are NaN
+        self.values.masked_fill_(sent | ~(self.values.abs() < SUMMABLE_BELOW), 0.0)
 
 
 class Momentum:
     """Velocities of the sparse buckets of one model on one rank; kept by parameter, so that buckets can change.
 
-    ``decay`` is the share of a velocity that is left after a step; at 0 there is no momentum and no state. ``rounds``:
-    values are rounded before they are sent, so the residual is not exactly 0 where a value was sent.
+    ``decay`` is the share of a velocity that is left after a step; at 0 there is no momentum and no state.
     """
 
-    def __init__(self, decay: float, rounds: bool = False) -> None:
+    def __init__(self, decay: float) -> None:
         self.decay = decay
-        self._rounds = rounds
         self._flat: dict[tuple[str, ...], tuple[BucketState, torch.Tensor]] = {}
-        self._pieces: dict[str, torch.Tensor] = {}  # of former buckets, or from a checkpoint
-
-    def wrap(self, exchange: Steps, gradient: torch.Tensor, state: BucketState) -> Steps:
-        """The exchange of velocities in place of gradients. Gradients that cannot be sent leave no trace in them."""
-        if self.decay == 0.0:
-            yield from exchange
-            return
-        velocity = self._velocity(state)
-        velocity.mul_(self.decay).add_(gradient, alpha=1 - self.decay)
-        gradient.copy_(velocity)
-        yield from exchange
-        sent = state.residual == 0
-        if self._rounds:
-            sent |= gradient != 0  # where any rank's value was sent; and everywhere, where gradients are NaN
-        velocity.masked_fill_(sent | ~(velocity.abs() < SUMMABLE_BELOW), 0.0)
+        self._pieces: dict[str, torch.Tensor] = {}  # parameters of former buckets, or from a checkpoint
 
     def velocity(self, state: BucketState) -> Velocity | None:
         """The velocity of a bucket; None without momentum."""

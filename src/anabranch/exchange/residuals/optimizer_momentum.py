@@ -1,4 +1,4 @@
-"""An optimizer that has its own momentum, beside momentum before sending (``OkTopk(momentum=...)``).
+"""An optimizer with its own momentum, together with momentum before sending (``OkTopk(momentum=...)``).
 
 Gradients that travel sparse arrive as averages of velocities, and must not get momentum a second time. All others have
 the optimizer's alone: vectors always, and all gradients while training warms up or DDP's own buckets run. In an

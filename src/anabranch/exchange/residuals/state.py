@@ -1,4 +1,4 @@
-"""The state of a rank's sparse buckets between steps: residuals by parameter name, regions by bucket.
+"""The state of a rank's buckets with residuals between steps: residuals by parameter name, regions by bucket.
 
 A bucket's flat buffer is its parameters one after another. A residual belongs to its parameter, not to the bucket: when
 the plan changes, residuals move to the new buckets by name, exactly. Regions belong to the bucket, and a new bucket
@@ -12,19 +12,61 @@ import logging
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from hashlib import blake2b
 from itertools import pairwise, zip_longest
+from struct import unpack
 from typing import Any
 
 import torch
 
 from anabranch.exchange.contracts import record_stream
+from anabranch.exchange.quantised.steps import steps_for
 from anabranch.exchange.residuals.checkpoint import VERSION
 from anabranch.exchange.residuals.monitor import SAMPLE_PERIOD, ResidualMonitor
-from anabranch.exchange.residuals.packing import PackedResidual
 from anabranch.exchange.sparse import regions
+from anabranch.exchange.sparse.thresholds import next_threshold_bias
 from anabranch.values.kinds.formats import BlockFormat
 
 log = logging.getLogger("anabranch")
+
+
+@dataclass(frozen=True)
+class PackedResidual:
+    """The values of one bucket's residual between exchanges: in bfloat16, or as int8 with a scale per block.
+
+    They are rounded up or down at random, so that the mean of many roundings is the value: errors do not add up in one
+    direction. The random bits depend on rank, step and bucket alone, so that a run can be repeated; and what was stored
+    is the same after it is read and stored again, so that a resumed run continues bit by bit.
+    """
+
+    message: torch.Tensor
+    form: BlockFormat
+    rank: int
+
+    @classmethod
+    def zeros(cls, numel: int, form: BlockFormat, rank: int, device: torch.device | None) -> "PackedResidual":
+        """A residual of zeros."""
+        nbytes = form.message_nbytes(form.region_numel(numel, 1))
+        return cls(torch.zeros(1, nbytes, dtype=torch.uint8, device=device), form, rank)
+
+    def read(self, target: torch.Tensor) -> torch.Tensor:
+        """Write the values to ``target``, and return it."""
+        if len(target):
+            steps_for(target).finish(self.message, target, self.form)
+        return target
+
+    def write(self, values: torch.Tensor, step: int, names: Sequence[str]) -> None:
+        """Store these values, rounded, after ``step`` steps of the bucket of these parameters."""
+        if len(values):
+            seed = seed_of(self.rank, step, names)
+            self.message.copy_(steps_for(values).quantise(values, None, 1, self.form, seed))
+
+
+def seed_of(rank: int, step: int, names: Sequence[str]) -> int:
+    """The seed, an int32, of the rounding of a rank's residual in this step, for the bucket of these parameters."""
+    text = f"{rank} {step} residual {' '.join(names)}"
+    seed: int = unpack("<2i", blake2b(text.encode(), digest_size=8).digest())[0]
+    return seed
 
 
 @dataclass
@@ -134,16 +176,30 @@ class BucketState:
                     piece.add_(held := self.held.pop(name))
                     record_stream(held)
 
+    def regions_due(self, period: int) -> bool:
+        """Whether this step begins with new regions, as every ``period`` steps; the same on every rank."""
+        return self.fresh or self.step % period == 0
+
+    def record_step(self, offered: torch.Tensor, heads: torch.Tensor, rank: int, poisoned: torch.Tensor) -> None:
+        """Record a finished step: counts, thresholds and the next bias, from the heads of all owners."""
+        found = heads[:, 1].contiguous().view(torch.float32)
+        self.threshold_bias.copy_(next_threshold_bias(self.threshold_bias, found, rank, poisoned))
+        self.global_threshold.copy_(torch.where(found > 0, found, 1.0).log().mean().exp())
+        self.offered.copy_(offered)
+        self.applied.copy_(heads[:, 0].clamp(min=0).sum())
+        self.step += 1
+        self.fresh = False
+
     def record_norms(self, gradient: torch.Tensor) -> None:
         """Record the norms of the residual and of this step's gradient, whole or part by part, if a sample is due."""
         if self.residual_monitor is not None:
             self.residual_monitor.record(self.step, gradient, self.residual)
 
 
-class SparseState:
-    """The state of all sparse buckets of one model on one rank.
+class BucketStates:
+    """The states of all buckets with residuals of one model on one rank.
 
-    unbucketed      residuals of parameters that are in no sparse bucket now
+    unbucketed      residuals of parameters that are in no such bucket now
     flushing        residuals added to gradients whose average is not yet known to be finite
     scale           loss scale of the residuals, once ``rescale`` has been called
     loaded          description of the loaded checkpoint, line by line; must be the same on all ranks
@@ -197,7 +253,7 @@ class SparseState:
         return self._buckets[key]
 
     def keep_buckets_of(self, names: Collection[str]) -> None:
-        """Only these parameters are in sparse buckets from now on; residuals of all others become unbucketed."""
+        """Only these parameters are in buckets with residuals from now on; those of all others become unbucketed."""
         self._dissolve({name for key in self._buckets for name in key}.difference(names))
 
     def begin_flush(self, name: str) -> torch.Tensor | None:

@@ -59,7 +59,7 @@ def encode(pairs: torch.Tensor, ends: torch.Tensor, encoding: Encoding) -> tuple
 def decode(
     table: torch.Tensor, entries: torch.Tensor, ends: torch.Tensor, used: torch.Tensor, encoding: Encoding
 ) -> torch.Tensor:
-    """Pairs int32 [m, 2] of R messages, encoded as by ``encode``; of each, so many slots (int64 [R]) are in use."""
+    """Pairs int32 [m, 2] of R messages, encoded as by ``encode``; ``used`` (int64 [R]): slots in use, by message."""
     if not encoding.rounds:
         return entries.contiguous().view(torch.int32)
     starts, chunk_nbytes = _starts(ends), 4 * (encoding.chunks - 1)

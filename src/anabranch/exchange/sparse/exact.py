@@ -18,8 +18,7 @@ from anabranch.exchange.dense import SUMMABLE_BELOW, all_finite
 from anabranch.exchange.residuals.state import BucketState
 from anabranch.exchange.sparse import regions, select
 from anabranch.exchange.sparse.encoding import join_bodies, message_head, split_bodies
-from anabranch.exchange.sparse.phases import SUM_LIMIT, owner_threshold, record_step, region_buffer, regions_due
-from anabranch.exchange.sparse.thresholds import kth_magnitude, sampled_magnitude
+from anabranch.exchange.sparse.thresholds import kth_magnitude, owner_threshold, sampled_magnitude
 from anabranch.values.kinds.formats import Encoding, Sizes
 from anabranch.values.kinds.options import OkTopk
 
@@ -70,7 +69,7 @@ def exact_exchange(
              else sampled_magnitude((gradient, residual), sizes.k, state.step))  # fmt: skip
     state.local_threshold.copy_(local)
     passed, poison = accumulate(gradient, residual, local)
-    if regions_due(state, options):
+    if state.regions_due(options.region_period):
         proposed = regions.proposal_from_positions(passed, len(residual), comm.size)
         yield comm.all_reduce(proposed, "regions")
         state.boundaries.copy_(regions.mean_boundaries(proposed, len(residual), comm.size))
@@ -88,7 +87,7 @@ def exact_exchange(
         _apply(applied, offered, gradient, residual, divisor)
         if sizes.encoding.rounds:
             _keep_rounding_error(sums, applied, residual, state.boundaries[comm.rank])
-    record_step(state, torch.tensor(len(passed)), heads, comm.rank, poisoned)
+    state.record_step(torch.tensor(len(passed)), heads, comm.rank, poisoned)
 
 
 def accumulate(
@@ -154,14 +153,14 @@ def _sums(
     """My region's sums (positions in the region), the threshold to apply to them, and that of my own share."""
     if received is None:
         return None, state.threshold_bias, torch.zeros_like(state.threshold_bias)
-    buffer = region_buffer(len(state.residual), comm, state.residual.device)
+    buffer = regions.region_buffer(len(state.residual), comm, state.residual.device)
     for part in received if in_order and buffer.is_cuda else [torch.cat(received)]:
         select.add_pairs(buffer, part[None])
     width = int(state.boundaries[comm.rank + 1] - state.boundaries[comm.rank])
     positions = buffer[:width].nonzero().flatten()
     sums = Pairs(positions, buffer[positions])
     buffer[positions] = 0
-    found, threshold = owner_threshold(sums.packed(), sizes, state, comm.size)
+    found, threshold = owner_threshold(sums.packed(), sizes, state.threshold_bias, state.step, comm.size)
     if exact:
         magnitudes = yield from _gather_all(sums.values.abs(), comm, "threshold")
         threshold = kth_magnitude(magnitudes, sizes.k)
@@ -186,7 +185,10 @@ def _gather(
     selected, poison = nothing, torch.tensor(sums is None, device=found.device)
     if sums is not None:
         kept = select.passing(sums.values, threshold)
-        selected, poison = Pairs(sums.positions[kept], sums.values[kept]), ~all_finite(sums.values, below=SUM_LIMIT)
+        selected, poison = (
+            Pairs(sums.positions[kept], sums.values[kept]),
+            ~all_finite(sums.values, below=select.SUM_LIMIT),
+        )
     mine = message_head(torch.tensor(len(selected.values), device=found.device), poison, found)
     heads = torch.empty(comm.size, 2, dtype=torch.int32, device=mine.device)
     yield comm.all_gather(heads, mine[None], "counts")

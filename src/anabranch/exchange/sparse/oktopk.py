@@ -19,65 +19,75 @@ This module alone chooses between the three versions of the exchange:
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from importlib.util import find_spec
 
 import torch
+import torch.distributed as dist
 
-from anabranch.exchange.communicator import Communicator
-from anabranch.exchange.contracts import Steps, record_stream
+from anabranch.exchange.communicator import Communicator, GroupCommunicators
+from anabranch.exchange.contracts import Collective, Group, Steps, Traffic, record_stream
+from anabranch.exchange.quantised.exchange import DTYPES
+from anabranch.exchange.residuals.momentum import Velocity
 from anabranch.exchange.residuals.state import BucketState
+from anabranch.exchange.residuals.store import Residuals
 from anabranch.exchange.sparse.exact import exact_exchange
 from anabranch.exchange.sparse.fixed import fixed_exchange
+from anabranch.values.kinds.formats import Sizes
+from anabranch.values.kinds.names import density_of
 from anabranch.values.kinds.options import OkTopk
+from anabranch.values.plan import Bucket
 
 Version = Callable[[torch.Tensor, BucketState, Communicator, float, float, OkTopk], Steps]
 
 
 def exchange(
-    gradient: torch.Tensor, state: BucketState, comm: Communicator, divisor: float, density: float, options: OkTopk
-) -> Steps:
-    """The exchange of one float32 bucket in one step, as steps for a lane.
-
-    ``density`` is the bucket's final density; ``options`` may start from a higher one. Afterwards ``gradient`` holds,
-    with the same bits on every rank, the sum over the ranks of what was offered and applied, divided by ``divisor``,
-    and ``state.residual`` what is still to be sent. If any rank's gradient is not finite, all gradients are NaN and all
-    residuals as they were.
-    """
-    if gradient.dtype != torch.float32:
-        raise ValueError(
-            f"a sparse exchange was given gradients of {gradient.dtype}, and residuals are float32: give it a float32 "
-            "copy, as in_float32() does, or send them dense"
-        )
-    if len(gradient) == 0:
-        return
-    state.record_norms(gradient)
-    run = version_for(gradient, options)
-    yield from run(gradient, state, comm, divisor, options.density_at(state.step, density), options)
-
-
-def in_float32(
     buffer: torch.Tensor,
-    exchange: Callable[[torch.Tensor], Steps],
     state: BucketState,
     comm: Communicator,
     divisor: float,
+    density: float,
+    options: OkTopk,
+    velocity: Velocity | None = None,
 ) -> Steps:
-    """An exchange on a float32 copy of a buffer of another dtype, to which averages are rounded once.
+    """The exchange of one bucket in one step, as steps for a lane; of velocities, if there is momentum.
+
+    ``density`` is the bucket's final density; ``options`` may start from a higher one. Afterwards ``buffer`` holds,
+    with the same bits on every rank, the sum over the ranks of what was offered and applied, divided by ``divisor``,
+    and ``state.residual`` what is still to be sent. If any rank's gradient is not finite, all gradients are NaN and all
+    residuals as they were. A buffer that is not float32 is exchanged as a float32 copy.
+    """
+    if buffer.dtype not in DTYPES:
+        raise ValueError(
+            f"a sparse exchange was given gradients of {buffer.dtype}: expected float32, bfloat16 or float16; send "
+            "others dense"
+        )
+    if len(buffer) == 0:
+        return
+    gradient = buffer.float()  # the buffer itself, if that is float32
+    if velocity is not None:
+        velocity.take(gradient)
+    state.record_norms(gradient)
+    run = version_for(gradient, options)
+    yield from run(gradient, state, comm, divisor, options.density_at(state.step, density), options)
+    if velocity is not None:
+        velocity.reset_sent(gradient, state.residual, rounded=options.wire != "fp32")
+    if gradient is not buffer:
+        record_stream(gradient)
+        round_averages(gradient, buffer, state, comm.rank, divisor)
+
+
+def round_averages(averages: torch.Tensor, buffer: torch.Tensor, state: BucketState, rank: int, divisor: float) -> None:
+    """``buffer`` ← the averages, each rounded once to its dtype.
 
     Of an average that float16 cannot hold, the rest goes to the residual of rank 0 and is sent in a later step. An
     infinite one would be lost, or, if all were put back, be infinite in every step to come.
     """
-    if buffer.dtype == torch.float32:
-        yield from exchange(buffer)
-        return
-    wide = buffer.float()
-    yield from exchange(wide)
-    record_stream(wide)
     largest = torch.finfo(buffer.dtype).max
-    fitting = wide.clamp(-largest, largest)
-    if comm.rank == 0 and buffer.dtype == torch.float16:
-        state.residual.add_(torch.where(wide.isfinite(), wide - fitting, 0.0), alpha=divisor)
+    fitting = averages.clamp(-largest, largest)
+    if rank == 0 and buffer.dtype == torch.float16:
+        state.residual.add_(torch.where(averages.isfinite(), averages - fitting, 0.0), alpha=divisor)
     buffer.copy_(fitting)
 
 
@@ -105,3 +115,74 @@ def _triton_exchange() -> Version | None:
     from anabranch.exchange.sparse.triton_exchange import triton_exchange
 
     return triton_exchange
+
+
+def probe_of(density: float, options: OkTopk, comms: GroupCommunicators) -> Collective:
+    """An exchange of noise, for timing: its time depends on how many values are selected, not on which."""
+    states: dict[int, BucketState] = {}
+    settled = replace(options, start_density=None)  # plans are made for the settled density
+
+    def exchanged(buffer: torch.Tensor, group: Group, divisor: float) -> Steps:
+        if buffer.numel() not in states:
+            generator = torch.Generator(buffer.device).manual_seed(dist.get_rank(group))
+            buffer.normal_(generator=generator)
+            states[buffer.numel()] = BucketState.of(torch.zeros_like(buffer), dist.get_world_size(group))
+        return exchange(buffer, states[buffer.numel()], comms.of(group), divisor, density, settled)
+
+    return exchanged
+
+
+class OkTopkExchanges:
+    """The family of Ok-Topk exchanges of one model, at one density or several: one kind per density.
+
+    A bucket that names "oktopk:0.01" is sent at a density of 1 %. Densities are few, because each is measured.
+    """
+
+    def __init__(self, kinds: tuple[str, ...], options: OkTopk, residuals: Residuals) -> None:
+        self.kinds = kinds
+        self._options = options
+        self._residuals = residuals
+        self._comms = GroupCommunicators()
+
+    def handles(self, kind: str) -> bool:
+        return density_of(kind) is not None
+
+    def supports(self, kind: str, dtype: torch.dtype) -> bool:
+        return self.handles(kind) and dtype in DTYPES
+
+    def on_side_stream(self, kind: str) -> bool:
+        return self.handles(kind)
+
+    def sends_little(self, kind: str) -> bool:
+        return self.handles(kind)
+
+    def steps(self, bucket: Bucket, buffer: torch.Tensor, group: Group, divisor: float) -> Steps:
+        state, velocity = self._residuals.begin_exchange(bucket, buffer), self._residuals.velocity(bucket)
+        density = density_of(bucket.collective)
+        assert density is not None
+        return exchange(buffer, state, self._comms.of(group), divisor, density, self._options, velocity)
+
+    def traffic(self, bucket: Bucket, numel: int, dtype: torch.dtype, ranks: int) -> Traffic:  # noqa: ARG002
+        """Bytes of the last exchange: exact exchanges send what was selected, fixed ones all their slots.
+
+        On a GPU how much was selected is not known to the host, so that the planned sizes are given.
+        """
+        settled, state = density_of(bucket.collective), self._residuals.bucket_state(bucket)
+        assert settled is not None
+        density = self._options.density_at(max(0, state.step - 1), settled)
+        sizes = Sizes.of(numel, ranks, density, self._options)
+        if state.residual.device.type != "cpu":
+            nbytes = 2 * (ranks - 1) * sizes.message_nbytes
+            return Traffic(nbytes, nbytes, sizes.k / numel)
+        offered, applied = min(int(state.offered), sizes.max_selected), int(state.applied)
+        entries_nbytes = (offered + applied) * sizes.encoding.entry_nbytes // ranks
+        nbytes = (ranks - 1) * (entries_nbytes + 2 * sizes.encoding.table_nbytes)
+        return Traffic(nbytes, nbytes, applied / numel)
+
+    def probe(self, kind: str) -> Collective:
+        density = density_of(kind)
+        assert density is not None
+        return probe_of(density, self._options, self._comms)
+
+    def close(self) -> None:
+        self._comms.clear()

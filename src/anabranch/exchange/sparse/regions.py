@@ -7,6 +7,7 @@ proposes the positions that divide its own selected values into P equal runs, an
 
 import torch
 
+from anabranch.exchange.communicator import Communicator
 from anabranch.values.kinds.formats import widest_numel
 
 
@@ -53,3 +54,8 @@ def mean_boundaries(summed: torch.Tensor, numel: int, ranks: int) -> torch.Tenso
     bounds[:1].zero_()
     bounds[1:-1].copy_(inner)
     return bounds
+
+
+def region_buffer(numel: int, comm: Communicator, device: torch.device) -> torch.Tensor:
+    """Zeros for the sums of any region of a bucket of ``numel`` elements. Zero them again after use."""
+    return comm.zeros(widest_numel(numel, comm.size), device)

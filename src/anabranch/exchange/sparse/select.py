@@ -19,9 +19,16 @@ from typing import NamedTuple
 
 import torch
 
+from anabranch.exchange.communicator import Communicator
+from anabranch.exchange.contracts import Steps, record_stream
 from anabranch.exchange.dense import SUMMABLE_BELOW, all_finite
+from anabranch.exchange.residuals.state import BucketState
 from anabranch.exchange.sparse import regions
-from anabranch.values.kinds.formats import CHUNK_NUMEL
+from anabranch.values.kinds.formats import CHUNK_NUMEL, Sizes
+from anabranch.values.kinds.options import OkTopk
+
+# Sums of this magnitude count as not finite: rounding may raise a sum by 1/256 before it is sent.
+SUM_LIMIT = torch.finfo(torch.float32).max * (1 - 2**-7)
 
 
 class Offer(NamedTuple):
@@ -77,6 +84,19 @@ def propose_boundaries(
         here = (wanted > before) & (wanted <= ends[number])
         found = torch.where(here, number * CHUNK_NUMEL + at, found)
     return found
+
+
+def rebalance_regions(
+    gradient: torch.Tensor, state: BucketState, comm: Communicator, sizes: Sizes, options: OkTopk
+) -> Steps:
+    """Where new regions are due: ``state.boundaries`` ← by what passes ``state.local_threshold`` on all ranks."""
+    if sizes.selects_all:
+        state.boundaries.copy_(regions.uniform(len(gradient), comm.size, gradient.device))
+    elif state.regions_due(options.region_period):
+        proposed = propose_boundaries(gradient, state.residual, state.local_threshold, comm.size)
+        yield comm.all_reduce(proposed, "regions")
+        record_stream(proposed)
+        state.boundaries.copy_(regions.mean_boundaries(proposed, len(gradient), comm.size))
 
 
 def _chunks(*tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:

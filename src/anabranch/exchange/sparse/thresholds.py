@@ -14,6 +14,8 @@ import math
 
 import torch
 
+from anabranch.values.kinds.formats import Sizes
+
 SAMPLE_ABOVE = 640  # expected values above the threshold in a sample: the count then deviates by 4 %
 TURN = 2**31  # fractions of a turn are integers in these units, so every device computes the same positions
 GOLDEN = round(TURN * (math.sqrt(5) - 1) / 2)  # its multiples, mod a turn, are spread evenly whatever their number
@@ -85,3 +87,15 @@ def next_threshold_bias(bias: torch.Tensor, found: torch.Tensor, rank: int, pois
     mean = logs.sum() / votes.sum().clamp(min=1)
     moved = BIAS_MEMORY * bias + (1 - BIAS_MEMORY) * (mean - logs[rank])
     return torch.where(votes[rank] & ~poisoned, moved, bias)
+
+
+def owner_threshold(
+    sums: torch.Tensor, sizes: Sizes, bias: torch.Tensor, step: int, ranks: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The threshold of an owner's share of k among its sums (pairs [m, 2]); and that with its bias, to be applied."""
+    if sizes.selects_all:
+        zero = torch.zeros_like(bias)
+        return zero, zero
+    values = sums[:, 0].contiguous().view(torch.float32)
+    found = sampled_magnitude((values,), -(-sizes.k // ranks), step)
+    return found, found * bias.exp()

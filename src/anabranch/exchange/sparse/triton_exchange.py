@@ -19,14 +19,15 @@ from anabranch.exchange.contracts import Steps, record_stream
 from anabranch.exchange.residuals.state import BucketState
 from anabranch.exchange.sparse import thresholds
 from anabranch.exchange.sparse.kernels import message, packing, step, threshold
-from anabranch.exchange.sparse.phases import SUM_LIMIT, rebalance_regions, region_buffer
+from anabranch.exchange.sparse.regions import region_buffer
+from anabranch.exchange.sparse.select import SUM_LIMIT, rebalance_regions
 from anabranch.values.kinds.formats import Sizes
 from anabranch.values.kinds.options import OkTopk
 
-BLOCK, WARPS = 4096, 4  # of passes over all elements: 32 per thread, so that many loads are in flight
+BLOCK, WARPS = 4096, 4  # in passes over all elements: 32 per thread, so that many loads are in flight
 PAIRS = 512  # block of passes over pairs
 TABLE = 1024  # block of the program that writes the tables of a message
-CHUNK, CHUNK_WARPS = 16384, 32  # of the one program that finds a sample's threshold
+CHUNK, CHUNK_WARPS = 16384, 32  # in the one program that finds a sample's threshold
 MAX_SAMPLE_NUMEL = 2**18  # for larger samples torch.topk is faster than one program
 
 

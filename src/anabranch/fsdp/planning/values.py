@@ -99,12 +99,7 @@ class ShardedTrace:
     def scaled(self, factor: float) -> Self:
         """The same model computing ``factor`` times as long (another GPU, another batch size)."""
         check_positive("factor", factor)
-        blocks = (
-            replace(block, forward_s=block.forward_s * factor, backward_s=block.backward_s * factor)
-            for block in self.blocks
-        )
-        outside = {what: getattr(self, what) * factor for what in ("before_s", "loss_s", "update_s")}
-        return replace(self, blocks=tuple(blocks), **outside)
+        return self.with_times(seconds * factor for seconds in self.times)
 
     @property
     def times(self) -> tuple[float, ...]:

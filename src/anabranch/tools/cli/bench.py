@@ -138,7 +138,7 @@ def bench(
     force: ForceOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Race DDP with every setting and hook against DataParallel on one model and network; predicted beside measured."""
+    """Race DDP with every setting and hook against DataParallel on one model and network."""
     models_only = {"--compile": compiled, "--sharded": sharded, "--channels-last": channels_last}
     _check_workloads(model, trace, [option for option, given in models_only.items() if given])
     if own_caches and not compiled:

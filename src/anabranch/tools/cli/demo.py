@@ -1,4 +1,4 @@
-"""anabranch demo: one small training in several ways, on slow links made on this machine, and a page of it all."""
+"""anabranch demo: one small training under several setups, on slow links made on this machine, and a page of it."""
 
 import json
 import os
@@ -26,7 +26,7 @@ FEWEST_STEPS = 40  # a search for a plan takes 30 to 60
 DEADLINE_S = 900
 FAST_BIT_S = 2e9  # at which the transformer hardly waits, and the replayed model keeps the links just about busy
 ALPHA_S = 50e-6  # latency of emulated links
-SCALED, SCALED_PLANNERS, SCALED_WAYS = "densenet201", ("by_bytes", "optimal"), ("auto", "int8", "oktopk:0.01")
+SCALED, SCALED_PLANNERS, SCALED_COMPRESS = "densenet201", ("by_bytes", "optimal"), ("auto", "int8", "oktopk:0.01")
 PAGE, DOCUMENT, SCALING = "report.html", "demo.json", "scale.json"
 OF_AUTO = ("auto_trace.json", "auto_network.json", "auto_plan.json", "auto_timeline.json", "auto_steps.json",
            "auto.jsonl")  # fmt: skip
@@ -49,11 +49,11 @@ def demo(
     force: ForceOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Train a small transformer on slow links as DDP and in five other ways; a page of what that gains. 2 minutes."""
+    """Train a small transformer on slow links as DDP and under 5 other setups; a page of what that gains. 2 minutes."""
     check_free([keep / name for name in (*KEPT, PAGE)], force)
     cluster = _cluster(workers, link_rate(rate), emulate)
     link = _words(cluster)
-    _say(f"{workers} workers train a small transformer on Python's own sources, in several ways, on {link}.")
+    _say(f"{workers} workers train a small transformer on Python's own sources, under several setups, on {link}.")
     with TemporaryDirectory(prefix="anabranch-") as name:
         folder = Path(name)
         results = {"command": "demo", "link": link, **_part("slow", folder, workers, steps, cluster)}
@@ -96,31 +96,21 @@ def _words(cluster: Cluster | None) -> str:
 
 def _part(part: str, folder: Path, workers: int, steps: int, cluster: Cluster | None) -> dict[str, Any]:
     """One part of the demo, in worker processes of one thread each; its results, as rank 0 wrote them."""
+    train = ["-m", "anabranch.tools.demo.train", part, f"{folder}", f"{steps}"]
     # torch warns that hosts of the lab have no names.
-    program = [
-        "env",
-        "TORCH_CPP_LOG_LEVEL=ERROR",
-        sys.executable,
-        "-m",
-        "anabranch.tools.demo.train",
-        part,
-        f"{folder}",
-    ]
+    program = ["env", "TORCH_CPP_LOG_LEVEL=ERROR", sys.executable, *train]
     if cluster is None:
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
-        command = [*torchrun, "--nproc-per-node", f"{workers}", "--no-python", *program, f"{steps}"]
+        command = [*torchrun, "--nproc-per-node", f"{workers}", "--no-python", *program]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         try:
-            code = subprocess.run(
-                command, env={**os.environ, "OMP_NUM_THREADS": "1"}, timeout=DEADLINE_S, check=False
-            ).returncode
+            code = subprocess.run(command, env=environment, timeout=DEADLINE_S, check=False).returncode
         except subprocess.TimeoutExpired as error:
-            raise AnabranchError(
-                f"the demo's workers were not done after {DEADLINE_S} s: see what they wait for"
-            ) from error
+            raise AnabranchError(f"the demo's workers were not done after {DEADLINE_S} s") from error
     else:
         from anabranch.tools.lab.run import run
 
-        code = run(cluster, [*program, f"{steps}"], DEADLINE_S)
+        code = run(cluster, program, DEADLINE_S)
     if code == 128 + signal.SIGINT:  # the lab has passed it on to the workers
         raise KeyboardInterrupt
     output = folder / f"{part}.json"
@@ -132,7 +122,7 @@ def _part(part: str, folder: Path, workers: int, steps: int, cluster: Cluster | 
 
 def _scaling() -> dict[str, Any]:
     """Predicted, from the trace of a larger model."""
-    return asdict(scale(load_bundled_trace(SCALED), planners=SCALED_PLANNERS, compress=SCALED_WAYS))
+    return asdict(scale(load_bundled_trace(SCALED), planners=SCALED_PLANNERS, compress=SCALED_COMPRESS))
 
 
 def _keep(folder: Path, kept: Path) -> str:

@@ -91,7 +91,7 @@ Compressions = Annotated[
     list[str] | None,
     Option(
         "--compress",
-        metavar="OKTOPK",
+        metavar="KIND",
         help=f"Exchanges of DataParallel and Lean: oktopk, oktopk:0.01:bf16 (1 %, packed values), {AUTO}, "
         f"{', '.join(COMPRESSED)}; may be repeated. Default: oktopk, of a share of {DEFAULT_DENSITY}.",
     ),

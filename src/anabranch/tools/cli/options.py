@@ -1,6 +1,7 @@
 """Options that several commands share, and the options that are retired."""
 
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated
 
@@ -24,7 +25,7 @@ JsonOption = Annotated[
 ]
 ForceOption = Annotated[bool, Option("--force", help="Overwrite output files that are already there.")]
 
-# By verb, what to use instead of an option that is gone.
+# By verb, what to use instead of an option, or of one of its values, that is gone.
 RETIRED: Mapping[str, Mapping[str, str]] = {
     "bench": {
         "--batch-size": "give the batch with the model, as in --model resnet50:32",
@@ -33,6 +34,7 @@ RETIRED: Mapping[str, Mapping[str, str]] = {
         "--title": "write your own first line into the file of --report",
     },
     "memory": {
+        "--activations offload": "Lean keeps activations or recomputes them: --activations keep, or recompute",
         "--density": "give the density with the exchange, as in --compress oktopk:0.02",
         "--measure": "train so and read torch.cuda.max_memory_allocated(); for models by name: benchmarks/memory.py",
         "--rate": f"describe the links, as in --network {EXAMPLES['ring']}",
@@ -46,9 +48,10 @@ RETIRED: Mapping[str, Mapping[str, str]] = {
 
 
 def check_retired(argv: Sequence[str]) -> None:
-    """ValueError that says what to use instead, if a verb is given an option that is retired."""
+    """ValueError that says what to use instead, if a verb is given an option, or a value of one, that is retired."""
     retired = RETIRED.get(argv[0], {}) if argv else {}
-    for word in argv[1:]:
-        name = word.partition("=")[0]
-        if name in retired:
-            raise ValueError(f"{name} of anabranch {argv[0]} is retired: {retired[name]}")
+    for word, following in pairwise([*argv[1:], ""]):
+        name, equals, value = word.partition("=")
+        for given in (name, f"{name} {value if equals else following}"):
+            if given in retired:
+                raise ValueError(f"{given} of anabranch {argv[0]} is retired: {retired[given]}")

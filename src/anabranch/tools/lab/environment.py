@@ -37,8 +37,8 @@ def host_environment(cluster: Cluster, host: Host, master: Host, master_port: in
         "NCCL_IB_DISABLE": "1",
         "PYTHONUNBUFFERED": "1",
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
-        # Experiments in a lab begin anew each time, and a plan for its links is of no use outside. Whoever wants to try
-        # the plan cache in a lab sets the variable; a cached plan's key has the lab's hosts and links in it.
+        # Each experiment in a lab searches again, and a plan for its links is of no use outside. To try the plan cache
+        # in a lab, set the variable; a cached plan's key has the lab's hosts and links in it.
         CACHE: os.environ.get(CACHE, "off"),
         LAB: str(cluster),
         LAB_BACKEND: cluster.backend,
@@ -66,7 +66,7 @@ def gpu_environment(host: Host, ranks_per_host: int, gpus: Sequence[str]) -> Map
     A host with more ranks than there are GPUs gets one, for all of its ranks.
 
     On a machine with one GPU nothing is set: every rank finds it as number 0. But where the user has chosen one of
-    several by its number, the variable gives its id, because an MPS daemon counts GPUs anew.
+    several by its number, the variable gives its id, because an MPS daemon numbers the GPUs itself.
     """
     if not gpus or (len(gpus) == 1 and "CUDA_VISIBLE_DEVICES" not in os.environ):
         return {}

@@ -25,7 +25,7 @@ COMPILING = "compiling"  # the name of a fact
 OWN_CACHES = "each contestant with caches of its own, empty at first"
 SHARED_CACHES = "with torch's caches, in which contestants find what others have compiled"
 ROW_PX, EDGE_PX = 34, 110
-ROOM = 1.2  # for the text behind the longest bar
+ROOM = 1.3  # for the text behind the longest bar
 
 
 def benchmark_table(found: Benchmark, best: bool = True) -> Table:
@@ -79,25 +79,27 @@ def benchmark_chart(key: str, label: str, found: Benchmark, caption: str = "") -
                    f"predicted {seconds(row.predicted_s)}" if row.predicted_s is not None else "")
         for row, alone_s, rest_s in zip(rows, computing, rest, strict=True)
     ]  # fmt: skip
-    drawn = [
-        bars("computing", [at_s * scale.per_second for at_s in computing], places, hovers, bar_style("--compute", "")),
-        bars("communication, exposed", [at_s * scale.per_second for at_s in rest], places, hovers,
-             bar_style("--exposed", "/"), text=[f"{row.step_s * scale.per_second:.3g} {scale.unit}" for row in rows],
-             textposition="outside", outsidetextfont={"color": "--ink"}, cliponaxis=False),
-    ]  # fmt: skip
+    unit = scale.per_second
     known = [(at, row.predicted_s) for at, row in enumerate(rows) if row.predicted_s is not None]
+    name, style = ("exposed", bar_style("--exposed", "/")) if alone else ("step", bar_style("--wire", ""))
+    drawn = [bars(name, [at_s * unit for at_s in rest], places, hovers, style)]
+    if alone is not None:
+        style = bar_style("--compute", "")
+        drawn.insert(0, bars("computing", [at_s * unit for at_s in computing], places, hovers, style))
     if known:
         look = {"symbol": "diamond", "size": 10, "color": "--page", "line": {"color": "--ink", "width": 1.5}}
-        drawn.append(points("predicted", [s * scale.per_second for _, s in known], [at for at, _ in known],
-                            [f"predicted {seconds(s)}" for _, s in known], look))  # fmt: skip
-    longest = max([*(row.step_s for row in rows), *(s for _, s in known)]) * scale.per_second
+        hovers = [f"predicted {seconds(at_s)}" for _, at_s in known]
+        drawn.append(points("predicted", [at_s * unit for _, at_s in known], [at for at, _ in known], hovers, look))
+    ends = [max(row.step_s, row.predicted_s or 0.0) * unit for row in rows]
+    texts = [f"   {row.step_s * unit:.3g} {scale.unit}" for row in rows]
+    drawn.append({
+        "type": "scatter", "mode": "text", "name": "", "x": ends, "y": places, "text": texts, "hoverinfo": "skip",
+        "textposition": "middle right", "textfont": {"color": "--ink"}, "cliponaxis": False, "showlegend": False,
+    })  # fmt: skip
     shape = layout(
-        axis(f"{scale.unit} a step", range=[0, ROOM * longest]), rows_axis([row.name for row in rows], 24),
+        axis(f"{scale.unit} a step", range=[0, ROOM * max(ends)]), rows_axis([row.name for row in rows], 24),
         barmode="stack", bargap=0.25,
     )  # fmt: skip
-    if alone is None:
-        drawn = drawn[1:]
-        drawn[0]["name"] = "step"
     return Chart(key, label, drawn, shape, ROW_PX * len(rows) + EDGE_PX, caption, arrow_key_series=[0])
 
 

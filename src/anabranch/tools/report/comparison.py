@@ -81,7 +81,7 @@ def _table(
     title: str, rows: Sequence[ComparedPlanner], third: Column, last: Column, caption: str, best: str | None = None
 ) -> Table:
     scale = time_scale(row.iteration_s for row in rows)
-    slowest = max((row.iteration_s for row in rows), default=0.0)
+    slowest = max((row.iteration_s for row in rows), default=0.0) or 1.0
     times = [f"{what}\n{scale.unit}" for what in ("finish", "exposed", "iteration")]
 
     def iteration(row: ComparedPlanner) -> str:
@@ -91,9 +91,8 @@ def _table(
     cells = [
         [
             Cell(row.name), number(row.buckets), third[1](row), number(row.finish_s, scale),
-            number(row.exposed_s, scale), Cell(iteration(row), row.iteration_s, row.iteration_s / slowest if slowest else None),
-            number(row.speedup, factor),
-            last[1](row),
+            number(row.exposed_s, scale), Cell(iteration(row), row.iteration_s, row.iteration_s / slowest),
+            number(row.speedup, factor), last[1](row),
         ]
         for row in rows
     ]  # fmt: skip

@@ -24,7 +24,7 @@ from anabranch.values.trace import Trace
 MILLION = 10**6
 ERRORS = {DENSE: 0, BF16: 6, INT8: 81, INT4: 22_500}
 LADDER = (*EVERY_ELEMENT, *(kind_of(density) for density in (0.1, 0.05, 0.02, 0.01)))  # the most faithful first
-LEAST = INT4  # of "auto", unless one asks for less: what comes after it has cost 3 % of the loss and more
+LEAST = INT4  # the bound of "auto", unless one asks for less: what comes after it has cost 3 % of the loss and more
 
 
 def error_of(kind: str) -> int:
@@ -65,5 +65,5 @@ def error_of_plan(trace: Trace, plan: Plan) -> float:
 def _share_of_largest(density: float) -> float:
     """The share that the largest ``density`` of normal values have in the sum of all squares."""
     normal = NormalDist()
-    least = normal.inv_cdf(1 - density / 2)  # of the magnitudes that are among the largest
+    least = normal.inv_cdf(1 - density / 2)  # the smallest magnitude that is sent
     return 2 * least * normal.pdf(least) + density

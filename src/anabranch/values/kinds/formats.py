@@ -27,8 +27,8 @@ from anabranch.values.kinds.options import OkTopk
 
 NEGLIGIBLE = 2.0**-100  # about 8e-31
 FINITE = (2.0 - 2.0**-23) * 2.0**127  # the largest float32
-NUMBER_NBYTES = 2  # of a bfloat16
-NAN_BITS = 0x7FC0  # of a bfloat16
+NUMBER_NBYTES = 2  # a bfloat16
+NAN_BITS = 0x7FC0  # NaN in bfloat16
 
 ENTRY_NBYTES: Mapping[Wire, int] = {"fp32": 8, "bf16": 4, "int8": 3}  # a value and its position or offset
 CHUNK_BITS = 16  # a chunk has 65,536 elements, so that an offset in it has 16 bits
@@ -90,7 +90,7 @@ FORMATS: Mapping[str, BlockFormat] = {
     INT8: BlockFormat(INT8, 8, 128),
     INT4: BlockFormat(INT4, 4, 64, rotates=True),
 }
-STORED: Mapping[str, BlockFormat] = {  # of residuals
+STORED: Mapping[str, BlockFormat] = {  # how residuals may be stored
     BF16: FORMATS[BF16],
     INT8: BlockFormat(INT8, 8, 128, binary_scales=True),
 }

@@ -1,7 +1,7 @@
 """Options of compression, as users give them: ``Quantised``, ``OkTopk``, and ``Auto``, which lets a planner choose."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 from math import isfinite
 from numbers import Real
 from typing import Literal
@@ -9,30 +9,28 @@ from typing import Literal
 from anabranch.values.kinds.fidelity import LEAST, by_fidelity, error_of, ladder
 from anabranch.values.kinds.names import COMPRESSED, DENSE, INT4, WIRES, Wire
 
-Rounding = Literal["nearest", "stochastic"]
-ROUNDINGS: tuple[Rounding, Rounding] = ("nearest", "stochastic")
-
 
 @dataclass(frozen=True)
 class Quantised:
     """How gradients are rounded: ``compress="int8"`` is ``compress=Quantised("int8")``.
 
     kind       "bf16", "int8" or "int4": the format in which every value is sent
-    rounding   "nearest", or "stochastic": up or down by chance, so that the mean of many roundings is the value. The
-               errors of one step are larger. On a CPU it takes several times as long
     residual   whether rounding errors are kept and added to the next gradient, in 4 bytes a value; None keeps them for
                int4, which is too coarse to drop them
     """
 
     kind: str
-    rounding: Rounding = "nearest"
+    rounding: InitVar[str] = "nearest"  # retired
     residual: bool | None = None
 
-    def __post_init__(self) -> None:
-        for name, allowed in (("kind", COMPRESSED), ("rounding", ROUNDINGS)):
-            if getattr(self, name) not in allowed:
-                expected = ", ".join(map(repr, allowed))
-                raise ValueError(f"Quantised {name} is {getattr(self, name)!r}: expected one of {expected}")
+    def __post_init__(self, rounding: str) -> None:
+        if self.kind not in COMPRESSED:
+            raise ValueError(f"Quantised kind is {self.kind!r}: expected one of {', '.join(map(repr, COMPRESSED))}")
+        if rounding != "nearest":
+            raise ValueError(
+                f"Quantised rounding is {rounding!r}: expected 'nearest', the only one left; where errors of single "
+                "steps must not add up, use residual=True"
+            )
         if self.residual is not None and not isinstance(self.residual, bool):
             raise ValueError(f"Quantised residual is {self.residual!r}: expected True, False or None")
 
@@ -40,11 +38,6 @@ class Quantised:
     def keeps_residual(self) -> bool:
         """Whether rounding errors are kept."""
         return self.kind == INT4 if self.residual is None else self.residual
-
-    @property
-    def stochastic(self) -> bool:
-        """Whether values are rounded up or down by chance."""
-        return self.rounding == "stochastic"
 
 
 MAX_CAPACITY_FACTOR = 1e6

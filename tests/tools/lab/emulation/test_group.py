@@ -165,6 +165,7 @@ def of_both() -> list[dict[str, Any]]:
     return on_ranks(both, 3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_values_are_the_real_ones_and_come_no_sooner_than_the_model_says(
     name: str, of_both: list[dict[str, Any]]

@@ -63,6 +63,7 @@ def compiled(rank: int) -> list[str]:
     return [repr(parameter.tolist()) for parameter in model.parameters()]
 
 
+@pytest.mark.slow
 def test_a_compiled_ddp_trains() -> None:
     first, second = on_ranks(compiled, 2)
     assert first == second

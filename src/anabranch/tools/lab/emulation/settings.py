@@ -61,7 +61,7 @@ class EmulatedNetwork:
 
     @property
     def note(self) -> str:
-        """One sentence for people, to stand beside every result."""
+        """One sentence for people, to be printed with every result."""
         scale, unit = next(
             (pair for pair in ((1e9, "Gbit/s"), (1e6, "Mbit/s")) if self.rate_bit_s >= pair[0]), (1e3, "kbit/s")
         )

@@ -20,11 +20,11 @@ from anabranch.planning.memory import (
     Setting,
     StepProfile,
     TrainingMode,
-    before,
     constant_footprint,
-    largest,
+    largest_footprint,
     optimizer_step,
     peak_footprint,
+    until_gradient,
 )
 from anabranch.tools.predict.memory.sharded import sharded_footprints
 from anabranch.values.kinds.formats import STORED
@@ -64,9 +64,9 @@ def predict(profile: StepProfile, mode: str, setting: Setting | None = None) -> 
     """Return the footprint at the moment of a step when most memory is in use, in the mode of this name."""
     setting = setting or Setting()
     if mode == NAIVE:
-        return largest(_naive(profile, setting))
+        return largest_footprint(_naive(profile, setting))
     if is_sharded(mode):
-        return largest(sharded_footprints(profile, setting, sharding_mode(mode, UNPLANNED)))
+        return largest_footprint(sharded_footprints(profile, setting, sharding_mode(mode, UNPLANNED)))
     known = {DDP: memory.DDP, **OUR_MODES}
     if mode not in known:
         raise ValueError(f"mode is {mode!r}: expected one of {', '.join([DDP, NAIVE, *OUR_MODES, *UNPLANNED])}")
@@ -79,7 +79,7 @@ def _naive(profile: StepProfile, setting: Setting) -> Iterator[Footprint]:
     constant = constant_footprint(profile, setting, residual=exchanged)
     ready_nbytes = 0
     for gradient in profile.gradients:  # gradients stay where autograd puts them
-        yield constant.plus_use(before(gradient.name), gradient.peak_before, gradients=ready_nbytes)
+        yield constant.plus_use(until_gradient(gradient.name), gradient.peak_before, gradients=ready_nbytes)
         ready_nbytes += gradient.nbytes
     k = max(1, round(setting.density * profile.numel))
     after = constant.plus_use("exchange", profile.after_backward, gradients=n)

@@ -21,10 +21,10 @@ from anabranch.planning.memory import (
     Setting,
     StepProfile,
     TrainingMode,
-    before,
     constant_footprint,
     exchange_nbytes,
     owner_sums_nbytes,
+    until_gradient,
 )
 from anabranch.tools.predict.scaling.sharding import block_of
 from anabranch.values.kinds.names import OKTOPK, density_of
@@ -51,7 +51,9 @@ def sharded_footprints(profile: StepProfile, setting: Setting, sharded: Sharding
             end = last[blocks[unit]] + 1
             waiting = held.gradients - sizes[unit][1]
             for gradient in profile.gradients[done:end]:
-                yield shards.plus_use(before(gradient.name), gradient.peak_before, gradients=waiting, **gathered)
+                yield shards.plus_use(
+                    until_gradient(gradient.name), gradient.peak_before, gradients=waiting, **gathered
+                )
                 waiting += gradient.nbytes if block_of(gradient.name) else 0
             done = end
         elif kind == "reduce" and unit != REST:
@@ -84,7 +86,7 @@ def _end(
     """The last gradients and the reduction of what is in no block, whose weights are gathered for the whole step."""
     for gradient in gradients:
         gathered = {"weights": rest_nbytes, "gradients": rest_nbytes - gradient.nbytes, "send": last_reduction_nbytes}
-        yield shards.plus_use(before(gradient.name), gradient.peak_before, **gathered)
+        yield shards.plus_use(until_gradient(gradient.name), gradient.peak_before, **gathered)
     for more in between.exchange_nbytes(""):
         together = {"gradients": rest_nbytes, **more, "send": rest_nbytes + more.get("send", 0)}
         yield shards.plus_use("reduction of the rest", _without_gradients(profile.after_backward), **together)

@@ -1,4 +1,4 @@
-"""The layout of a model under Lean: every change of the wrapped module's parts or parameters is noticed."""
+"""A model under Lean: every change of the wrapped module's parts or parameters is noticed."""
 
 import gc
 import threading

@@ -51,7 +51,7 @@ SETTING = Setting(ranks=2, density=0.5, buckets=None, blas_workspace_nbytes=0)
 
 
 def held_of(blocks: list[BlockCosts], numel: int, clips: bool = False, every: int = 1) -> Held:
-    """A model of which every so many blocks have a matrix of ``numel`` elements, each a bucket; 0: one dense bucket."""
+    """A model of which each ``every``-th block has a matrix of ``numel`` elements, a bucket; 0: one dense bucket."""
     made = [
         Gradient(f"weight{number}", max(1, numel), allocated_nbytes(4 * max(1, numel)), True, block.name)
         for number, block in reversed(list(enumerate(blocks)))
@@ -207,7 +207,7 @@ def trained_within(rank: int, within: Any, compress: bool) -> tuple[str, str, li
     for step in range(6):
         lean(batch(step, rank)).square().mean().backward()
     chosen = str(lean._activations.agreed["residuals"])
-    stored = {state.packed is None for state in lean._collectives._memory._state.buckets()} if compress else set()
+    stored = {state.packed is None for state in lean._collectives.residuals.buckets()} if compress else set()
     assert stored <= {chosen == "in place"}
     explained = lean.explain().splitlines()[-1]
     lean.close()

@@ -1,9 +1,10 @@
-"""Training: one training of the demo's model in one way, what it leaves behind, and its turns in a comparison."""
+"""The trainings that ``anabranch demo`` compares, each with the code that a user would write for it."""
 
 import json
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
 from time import perf_counter
@@ -14,54 +15,83 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.progress import track
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from anabranch.exchange.agree import true_on_all_ranks
+from anabranch.exchange.compression import Compress
 from anabranch.observe.loggers import JsonLines
 from anabranch.parallel import DataParallel
 from anabranch.tools.bench.contestants import Contestant
-from anabranch.tools.bench.workload import Workload
-from anabranch.tools.bench.zoo import Step
 from anabranch.tools.demo.text import CharTransformer, StandardLibrary
-from anabranch.tools.demo.ways import Way
-from anabranch.tools.report.documents import DemoTraining
-from anabranch.tuning.candidates import prediction_s
+from anabranch.tools.report.documents import BASELINE, OURS, DemoTraining
 from anabranch.tuning.explain import in_short
+from anabranch.tuning.predictions import prediction_s
 from anabranch.values.files import save
+from anabranch.values.kinds.options import OkTopk
 
+WARMUP_STEPS = 5  # of Ok-Topk, whose default of 100 is more than the whole demo
 LAYERS = 2  # with more of them, the demo takes longer than a newcomer waits
 BATCH = 4
 MOST_STEPS_TO_SETTLE = 40
 TRACED_STEPS = 3
 
 
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """A name, the line of code that wraps the model, and the same as a function.
+
+    ``compressed``: whether it may send less than all values.
+    """
+
+    name: str
+    code: str
+    wrap: Callable[[nn.Module], DistributedDataParallel]
+    compressed: bool = False
+
+
+def _ours(name: str, compress: Compress = None, written: str = "") -> Setup:
+    """A DataParallel without a cache, because the demo shows what is found on this machine today."""
+    code = f"ab.DataParallel(model, compress={written})" if written else "ab.DataParallel(model)"
+    return Setup(name, code, lambda model: DataParallel(model, compress=compress, cache=False), bool(written))
+
+
+def _oktopk(density: float) -> Setup:
+    options = OkTopk(density=density, warmup_steps=WARMUP_STEPS)
+    written = f"ab.OkTopk(density={density}, warmup_steps={WARMUP_STEPS})"
+    return _ours(f"Ok-Topk {density:.0%}".replace("%", " %"), options, written)
+
+
+DDP = Setup(BASELINE, "DistributedDataParallel(model)", DistributedDataParallel)
+INT8, OKTOPK_1, AUTO = _ours("int8", "int8", '"int8"'), _oktopk(0.01), _ours("auto", "auto", '"auto"')
+ON_SLOW_LINKS = (DDP, _ours(OURS), INT8, _oktopk(0.1), OKTOPK_1, AUTO)
+ON_FAST_LINKS = (DDP, INT8, OKTOPK_1, AUTO)
+
+
 class Training:
     """A training; with ``folder``, rank 0 writes there what ``anabranch report`` draws of it."""
 
-    def __init__(self, way: Way, folder: Path | None = None) -> None:
-        self.way = way
+    def __init__(self, setup: Setup, folder: Path | None = None) -> None:
+        self.setup = setup
         self._folder = folder
-        self._model = way.wrap(new_model())
+        self._model = setup.wrap(new_model())
         self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=3e-4)
         self._losses: list[float] = []
         self._elapsed_s: list[float] = []
         if folder is not None and self.ours is not None:
-            self.ours.log_to(JsonLines(folder / f"{way.name}.jsonl"))
+            self.ours.log_to(JsonLines(folder / f"{setup.name}.jsonl"))
 
     @property
     def ours(self) -> DataParallel | None:
         """The model as a DataParallel; None under stock DDP."""
         return self._model if isinstance(self._model, DataParallel) else None
 
-    @property
-    def parameters(self) -> int:
-        """Number of parameters of the model."""
-        return sum(parameter.numel() for parameter in self._model.parameters())
-
     def run(self, steps: int) -> None:
         """Train, then end the search for a plan. Collective."""
         dist.barrier()
+        quiet = dist.get_rank() != 0 or not sys.stderr.isatty()
+        title, console = self.setup.name.ljust(12), Console(stderr=True)
         begun_s = perf_counter()
-        for step in _progress(steps, self.way.name):
+        for step in track(range(steps), title, console=console, disable=quiet, transient=True):
             loss = self._model(batch_of(step))
             self._optimizer.zero_grad()
             loss.backward()
@@ -84,7 +114,7 @@ class Training:
             step()
             done += 1
         if self._folder is not None:
-            path = self._folder / f"{self.way.name}_steps.json"
+            path = self._folder / f"{self.setup.name}_steps.json"
             model.trace_steps(done + 1, done + TRACED_STEPS, path)
             for _ in range(TRACED_STEPS):
                 step()
@@ -94,45 +124,37 @@ class Training:
     def _save(self, model: DataParallel, folder: Path) -> None:
         for name in ("trace", "network", "plan", "timeline"):
             if (noun := getattr(model, name)) is not None:
-                save(noun, folder / f"{self.way.name}_{name}.json")
-        with (folder / f"{self.way.name}.jsonl").open("a", encoding="utf-8") as file:
+                save(noun, folder / f"{self.setup.name}_{name}.json")
+        with (folder / f"{self.setup.name}.jsonl").open("a", encoding="utf-8") as file:
             file.writelines(json.dumps({"step": n, "loss": loss}) + "\n" for n, loss in enumerate(self._losses, 1))
 
     def contestant(self, warmup: int) -> Contestant:
         """Its turns in a race, in which nothing is learned any more."""
-        step = partial(forward_backward, self._model, batch_of(0))
-        plan = self.ours.plan if self.ours is not None else None
-        return Contestant(self.way.name, lambda: nullcontext(step), plan, self._predicted_s(), warmup)
-
-    def _predicted_s(self) -> float | None:
-        model = self.ours
-        if model is None or model.trace is None or model.network is None:
-            return None
-        return prediction_s(model.trace, model.plan, model.network)
+        step, model = partial(forward_backward, self._model, batch_of(0)), self.ours
+        plan, predicted_s = (model.plan if model is not None else None), None
+        if model is not None and model.trace is not None and model.network is not None:
+            predicted_s = prediction_s(model.trace, plan, model.network)
+        return Contestant(self.setup.name, lambda: nullcontext(step), plan, predicted_s, warmup)
 
     def result(self) -> DemoTraining:
-        """What it has learned and when, what it keeps in memory, and what it runs and why."""
-        tuner = self.ours._tuner if self.ours is not None else None
-        return DemoTraining(
-            name=self.way.name,
-            code=self.way.code,
-            losses=tuple(self._losses),
-            elapsed_s=tuple(self._elapsed_s),
-            memory=self._memory(),
-            chosen=in_short(tuner.findings()) if tuner is not None else "",
-            explanation=self.ours.explain() if self.ours is not None else "",
-        )
-
-    def _memory(self) -> dict[str, int]:
-        """Bytes of the tensors that a rank keeps from step to step, beside the buckets of DDP and its like."""
-        parameters = list(self._model.parameters())
-        state = self.ours.comm_state_dict() if self.ours is not None else {}
-        return {
+        """What it has learned and when, what it keeps from step to step, and what it runs and why."""
+        model, parameters = self.ours, list(self._model.parameters())
+        tuner = model._tuner if model is not None else None
+        memory = {
             "parameters": _nbytes(parameters),
             "gradients": _nbytes([parameter.grad for parameter in parameters]),
             "optimizer": _nbytes(list(self._optimizer.state.values())),
-            "residuals": _nbytes(state),
+            "residuals": _nbytes(model.comm_state_dict() if model is not None else {}),
         }
+        return DemoTraining(
+            name=self.setup.name,
+            code=self.setup.code,
+            losses=tuple(self._losses),
+            elapsed_s=tuple(self._elapsed_s),
+            memory=memory,
+            chosen=in_short(tuner.findings()) if tuner is not None else "",
+            explanation=model.explain() if model is not None else "",
+        )
 
     def close(self) -> None:
         """Release the groups and threads of a DataParallel."""
@@ -162,30 +184,9 @@ def forward_backward(model: nn.Module, batch: torch.Tensor) -> None:
     model(batch).backward()
 
 
-def workload() -> Workload:
-    """The demo's model for a race."""
-
-    def build() -> tuple[nn.Module, Step]:
-        return new_model(), partial(forward_backward, batch=batch_of(0))
-
-    return Workload("character transformer", BATCH, "seq", torch.device("cpu"), build)
-
-
 def _nbytes(held: Any) -> int:
     """Bytes of all tensors in nested mappings and sequences."""
-    return sum(tensor.numel() * tensor.element_size() for tensor in _tensors(held))
-
-
-def _tensors(held: Any) -> Iterator[torch.Tensor]:
     if isinstance(held, torch.Tensor):
-        yield held
-    elif isinstance(held, Mapping):
-        yield from _tensors(list(held.values()))
-    elif isinstance(held, list | tuple):
-        for part in held:
-            yield from _tensors(part)
-
-
-def _progress(count: int, title: str) -> Iterable[int]:
-    quiet = dist.get_rank() != 0 or not sys.stderr.isatty()
-    return track(range(count), title.ljust(12), console=Console(stderr=True), disable=quiet, transient=True)
+        return held.numel() * held.element_size()
+    parts = list(held.values()) if isinstance(held, Mapping) else held
+    return sum(map(_nbytes, parts)) if isinstance(parts, Sequence) and not isinstance(parts, str) else 0

@@ -1,0 +1,298 @@
+"""Residuals: what the exchanges of one model keep between steps, on one rank, and how all of it is sent in the end."""
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
+from types import MappingProxyType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.autograd import Variable
+from torch.utils.hooks import RemovableHandle
+
+from anabranch.exchange.contracts import Group, record_stream
+from anabranch.exchange.dense import all_finite
+from anabranch.exchange.flat import shaped
+from anabranch.exchange.residuals.checkpoint import check_saved
+from anabranch.exchange.residuals.momentum import Momentum, Velocity
+from anabranch.exchange.residuals.monitor import SAMPLE_PERIOD, residual_grows
+from anabranch.exchange.residuals.state import BucketState, BucketStates
+from anabranch.values.kinds.formats import STORED, BlockFormat
+from anabranch.values.kinds.names import density_of
+from anabranch.values.plan import Bucket, Plan
+
+NO_PARAMETERS: Mapping[str, torch.Tensor] = MappingProxyType({})
+Applied = Callable[[Collection[str]], Collection[str]]
+
+
+class Residuals:
+    """All that the exchanges of one model keep between steps; families share it, so that a plan can mix them.
+
+    keeps            whether a bucket of this kind has a residual; without it none has
+    parameters       those of the model that are averaged, by name
+    averaged         and ``applied``: as in ``ResidualFlush``
+    frozen           the model's other parameters; a checkpoint may hold their residuals, which are kept
+    warmup_steps     training steps before exchanges that keep residuals are tried
+    momentum         velocities, which are saved with the residuals
+    skipped          whether a loss scaler will skip the step that ends; by default, whether a gradient is not finite
+    form             how residuals are rounded between exchanges; None: they are float32
+    """
+
+    def __init__(
+        self,
+        keeps: Callable[[str], bool] | None = None,
+        parameters: Mapping[str, torch.Tensor] = NO_PARAMETERS,
+        group: Group | None = None,
+        averaged: Callable[[], bool] = lambda: True,
+        applied: Applied | None = None,
+        frozen: Mapping[str, torch.Tensor] = NO_PARAMETERS,
+        *,
+        warmup_steps: int = 0,
+        momentum: Momentum | None = None,
+        sample_period: int = SAMPLE_PERIOD,
+        skipped: Callable[[], bool] | None = None,
+        form: BlockFormat | None = None,
+    ) -> None:
+        self.warmup_steps = warmup_steps
+        self.momentum = momentum or Momentum(0.0)
+        self.keeps: Callable[[str], bool] = keeps or (lambda _: False)
+        self.keeps_any = keeps is not None  # if so, ``on_step_end`` must be called after every step
+        self._skipped = skipped or self._any_not_finite
+        self._parameters = parameters
+        self._numels = {name: parameter.numel() for name, parameter in parameters.items()}
+        self._known_numels = {name: parameter.numel() for name, parameter in {**parameters, **frozen}.items()}
+        self._sizes: dict[tuple[str, ...], tuple[int, ...]] = {}  # sizes of parameters, by bucket
+        device = next(iter(parameters.values())).device if parameters else None
+        rank, ranks = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
+        self._states = BucketStates(rank, ranks, device, sample_period, form)
+        self._flush = ResidualFlush(self._states, parameters, averaged, applied)
+        self._exchanged: list[tuple[BucketState, torch.Tensor]] = []  # in this step: states and averages
+
+    def bucket_state(self, bucket: Bucket) -> BucketState:
+        """The state of a bucket whose kind keeps a residual."""
+        if bucket.names not in self._sizes:
+            self._sizes[bucket.names] = tuple(self._numels[name] for name in bucket.names)
+        return self._states.bucket(bucket.names, self._sizes[bucket.names])
+
+    def begin_exchange(self, bucket: Bucket, buffer: torch.Tensor) -> BucketState:
+        """The same, for an exchange that begins now, and whose average will be in ``buffer``."""
+        state = self.bucket_state(bucket)
+        self._exchanged.append((state, buffer))
+        return state
+
+    def of(self, bucket: Bucket) -> BucketState | None:
+        """The state of a bucket; None if its kind keeps no residual."""
+        return self.bucket_state(bucket) if self.keeps(bucket.collective) else None
+
+    def buckets(self) -> list[BucketState]:
+        """The buckets with residuals of the plan in force."""
+        return self._states.buckets()
+
+    def sends_velocities(self, kind: str) -> bool:
+        """Whether exchanges of this kind average velocities in place of gradients."""
+        return self.momentum.decay > 0 and density_of(kind) is not None
+
+    def velocity(self, bucket: Bucket) -> Velocity | None:
+        """What exchanges of this bucket average in place of gradients; None if they average gradients."""
+        return self.momentum.velocity(self.bucket_state(bucket)) if self.sends_velocities(bucket.collective) else None
+
+    def on_step_end(self) -> None:
+        """Call this when all gradients of a step are averaged, on all ranks.
+
+        Under a loss scaler, which skips a step if any gradient is not finite, it puts back what was sent in that step.
+
+        Every rank adds the average to its residual, so that the sum of residuals over the ranks is what it was. Where
+        an average is not finite itself, the exchange has put back its own already. Waits for the device, as the scaler
+        will.
+        """
+        exchanged, self._exchanged = self._exchanged, []
+        if self._states.scale is None or not exchanged:
+            return
+        if self._skipped():
+            for state, average in exchanged:
+                with state.whole() as residual:
+                    residual.add_(torch.where(average.isfinite(), average, 0.0))
+
+    def use_plan(self, plan: Plan | None) -> None:
+        """Prepare for a plan, or for DDP's own buckets, from the next step on.
+
+        That step also sends the residuals of parameters that the plan sends dense, so that none is lost.
+        """
+        buckets = plan.buckets if plan is not None else ()
+        kept = {name for bucket in buckets if self.keeps(bucket.collective) for name in bucket.names}
+        self._flush.send_all_but(kept)
+        self._sizes.clear()
+
+    def store_as(self, how: str) -> None:
+        """Between steps: store residuals as "bf16", "int8", or as they are."""
+        self._states.store_as(STORED.get(how))
+
+    def summary(self) -> list[str]:
+        """Lines for ``explain()``."""
+        lines = []
+        for state in self._states.buckets():
+            to, share = state.names[-1], float(state.applied) / max(1, sum(state.numels))
+            samples = state.residual_monitor.samples() if state.residual_monitor is not None else []
+            age = f", about {samples[-1].age_steps:.1f} steps old" if samples and samples[-1].age_steps else ""
+            norm = float(state.current().norm())
+            if state.fresh and state.step:  # no values were selected: all were sent, rounded
+                lines.append(f"bucket to {to}: rounding errors of norm {norm:.3g} are kept for the next step{age}")
+                continue
+            lines.append(f"sparse bucket to {to}: {share:.2%} applied in its last step, |residual| {norm:.3g}{age}")
+            if residual_grows(samples, max(share, 1e-4)):
+                then = samples[len(samples) // 2]
+                lines.append(
+                    f"WARNING: the residual of the bucket to {to} grows without bound: its norm was {then.norm:.3g} at "
+                    f"step {then.step} and {samples[-1].norm:.3g} at step {samples[-1].step}, {then.age_steps:.1f} and "
+                    f"{samples[-1].age_steps:.1f} steps of gradients: give OkTopk a higher density"
+                )
+        return lines
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state that a checkpoint of this rank must hold; empty if nothing is kept between steps."""
+        if not self.keeps_any:
+            return {}
+        velocities = {name: piece.clone() for name, piece in self.momentum.state_dict().items()}
+        orders = {name: order for name in self._parameters if (order := self._order(name))}
+        return {**self._states.state_dict(), "velocities": velocities, "orders": orders}
+
+    def load_state_dict(self, *states: Any) -> None:
+        """Load what ``state_dict`` returned on this rank, or on all ranks; before the first step.
+
+        A state that is refused changes nothing here; other ranks learn of it in the first step.
+        """
+        if not self.keeps_any:
+            if any(states):
+                raise ValueError(
+                    "the checkpoint holds the state of a compression, and this model has none: give it the compress= "
+                    "that the checkpoint was written with, or leave the state out"
+                )
+            return
+        try:
+            for state in states:
+                if state:
+                    check_saved(state, self._known_numels)
+                    self._check_orders(state.get("orders", {}))
+            self._states.load_state_dict(*states)
+        except ValueError as error:
+            self._states.loaded = [f"a state that was refused: {error}"]
+            raise
+        self.momentum.load_state_dict(*(state.get("velocities", {}) for state in self._states.loaded_states))
+        self._flush.send_all_but(self._flush.kept_names)
+
+    def loaded(self) -> list[str]:
+        """A description of what was loaded, as lines that must be the same on all ranks."""
+        return self._states.loaded if self.keeps_any else []
+
+    def rescale(self, scale: float) -> None:
+        """Multiply residuals to match gradients of a loss times ``scale``, which come from now on."""
+        if self._states.scale is not None:
+            self.momentum.rescale(scale / self._states.scale)
+        self._states.rescale(scale)
+
+    def close(self) -> None:
+        """Remove hooks and free all memory, also if there are still references to this object."""
+        self._flush.close()
+        self._states.clear()
+        self.momentum.clear()
+        self._exchanged = []
+
+    def _any_not_finite(self) -> bool:
+        gradients = [p.grad for p in self._parameters.values() if p.grad is not None]
+        return bool(gradients) and not bool(all_finite(*gradients))
+
+    def _order(self, name: str) -> list[int]:
+        """The strides of a parameter and of its residual; empty if it is row-major, or a stand-in without memory."""
+        parameter = self._parameters[name]
+        return [] if parameter.is_contiguous() or 0 in parameter.stride() else list(parameter.stride())
+
+    def _check_orders(self, orders: Mapping[str, Sequence[int]]) -> None:
+        for name in self._parameters:
+            if (kept := list(orders.get(name, []))) != (own := self._order(name)):
+                there, here = (f"strides {order}" if order else "row-major" for order in (kept, own))
+                raise ValueError(
+                    f"the residual of {name} was saved in its memory order, {there}, and here it is {here}: "
+                    "load it into a model of the same memory format"
+                )
+
+
+class ResidualFlush:
+    """Sends residuals of parameters that are in no bucket with a residual: added to their next gradients.
+
+    After a change of plan, or from a checkpoint, a parameter may have a residual that the layout in force would never
+    send. A hook on the parameter adds it to the gradient of the next backward pass, on this rank alone, and the
+    averaging of that gradient sends it. If the average is not finite, nobody applies it, and the residual is kept. So
+    residuals need no message of their own.
+
+    averaged   whether the backward pass that ends was averaged
+    applied    where parameters are updated inside backward: which of the given parameters were. Elsewhere a gradient
+               counts as applied if all averages are finite.
+    """
+
+    def __init__(
+        self,
+        states: BucketStates,
+        parameters: Mapping[str, torch.Tensor],
+        averaged: Callable[[], bool],
+        applied: Applied | None = None,
+    ) -> None:
+        self.kept_names: Collection[str] = ()  # parameters whose buckets have residuals
+        self._states = states
+        self._parameters = parameters
+        self._averaged = averaged
+        self._applied = applied or self._if_finite
+        self._handles: list[RemovableHandle] = []
+
+    def send_all_but(self, names: Collection[str]) -> None:
+        """From now on only the buckets of these parameters have residuals: flush those of all others."""
+        self.kept_names = names
+        self._states.keep_buckets_of(names)
+        self.close()
+        for name in self._states.unbucketed:
+            if name in self._parameters and name not in names:
+                parameter = self._parameters[name]
+                trained = parameter.requires_grad
+                parameter.requires_grad_(True)  # else torch refuses a hook; a frozen parameter may be trained later
+                self._handles.append(parameter.register_hook(partial(self._add, name)))
+                parameter.requires_grad_(trained)
+
+    def close(self) -> None:
+        """Remove the hooks."""
+        while self._handles:
+            self._handles.pop().remove()
+
+    def _add(self, name: str, gradient: torch.Tensor) -> torch.Tensor:
+        # Callbacks run in order when backward ends. One queued by a callback runs after DDP's, which averages.
+        queue = Variable._execution_engine.queue_callback
+        queue(lambda: queue(self._check))
+        piece = self._states.begin_flush(name)
+        if piece is None:
+            return gradient
+        added = gradient + shaped(piece.to(gradient.device), self._parameters[name])
+        record_stream(piece)  # it is dropped at the end of this pass, and may be of another stream
+        if gradient.dtype != torch.float16:
+            return added.to(gradient.dtype)
+        return self._fitting(name, added, gradient)
+
+    def _fitting(self, name: str, added: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+        """What float16 can hold of a sum. The rest waits: an infinite sum would never be sent."""
+        largest = torch.finfo(gradient.dtype).max
+        fitting = added.clamp(-largest, largest)
+        rest = torch.where(gradient.isfinite(), added - fitting, 0.0)
+        if bool(rest.any()):
+            whole = torch.empty_like(self._states.flushing[name], device=rest.device)
+            shaped(whole, self._parameters[name]).copy_(rest)
+            self._states.put_back(name, whole)
+        return fitting.to(gradient.dtype)
+
+    def _check(self) -> None:
+        """Residuals that were added count as sent if they were applied; under no_sync() a later pass decides."""
+        if not self._states.flushing or not self._averaged():
+            return
+        self._states.end_flush(self._applied(self._states.flushing))
+        self.send_all_but(self.kept_names)
+
+    def _if_finite(self, names: Collection[str]) -> Collection[str]:
+        """All names or none: the optimizer's step is skipped as a whole if any gradient is not finite."""
+        gradients = [p.grad for p in self._parameters.values() if p.grad is not None]
+        return names if bool(all_finite(*gradients)) else ()
