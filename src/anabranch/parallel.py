@@ -33,9 +33,8 @@ from anabranch.exchange.compression import (
 from anabranch.exchange.groups import USE_A_TORCH_GROUP, is_in_python, no_clone_reason
 from anabranch.exchange.parameters import model_parts
 from anabranch.exchange.residuals.optimizer_momentum import check_shareable, share_momentum
-from anabranch.tuning.options import Planner, TuningOptions
+from anabranch.tuning.options import Planner, TuningOptions, timeline_path, write_timeline
 from anabranch.tuning.policy import DEFAULT_POLICY, TuningPolicy, check_policy
-from anabranch.tuning.switches import timeline_path, write_timeline
 from anabranch.tuning.tuned import CLOSED, Tuned
 from anabranch.tuning.tuner import Agree
 from anabranch.values.network import Network
@@ -256,7 +255,7 @@ class DataParallel(Tuned, ExtensibleDDP):
     def _stop_planning(self, reason: str) -> None:
         """Be a DDP with the buckets in force from now on."""
         assert self._tuner is not None
-        self._tuner.stage = f"no longer planning: {reason}"
+        self._tuner.stop(reason)
         self._release()
         self._tuner = None
         self._cache = None

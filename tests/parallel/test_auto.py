@@ -14,6 +14,7 @@ from anabranch.exchange import error_samples
 from anabranch.values.kinds.fidelity import LADDER, error_of
 from parallel.twins import SCENARIOS, batch, bits, plain_train, steps
 from ranks import cases_on_ranks, on_ranks
+from tuning.given_times import give_times
 
 # Seconds per byte of each kind, on a link where rounding pays and on one where nothing does.
 SHARES = {"dense": 1.0, "bf16": 0.5, "int8": 0.25, "int4": 0.14, "oktopk:0.1": 0.1, "oktopk:0.05": 0.06} | {
@@ -44,6 +45,7 @@ def told(s_per_byte: float, ranks: int) -> Network:
 def tuned_run(rank: int, compress: Any, s_per_byte: float, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
     """Train until the plan is chosen, and some steps more; sample errors soon and often."""
     error_samples.FIRST, error_samples.PERIOD = 1, 2
+    give_times(lambda plan: 1e-2)  # so that the network alone decides
     torch.manual_seed(0)
     network = told(s_per_byte, dist.get_world_size())
     ours = ab.DataParallel(Wide().to(dtype), compress=compress, network=network, policy=BELIEVES)

@@ -10,12 +10,12 @@ import torch.distributed as dist
 from torch import nn
 
 import anabranch as ab
-from anabranch.tuning.comparison import Verdict
-from anabranch.tuning.live_trials import LiveTrials
+from anabranch.tuning.decide import Verdict
 from anabranch.values.kinds.names import DENSITIES, kind_of
 from parallel.given_gradients import COLUMNS, ROWS, GivenGradients, gradients, two_buckets
 from parallel.twins import SCENARIOS
 from ranks import cases_on_ranks, on_ranks
+from tuning.given_times import note_comparisons
 
 pytestmark = pytest.mark.slow
 
@@ -171,7 +171,7 @@ def test_tuning_loses_no_gradient() -> None:
 def lost_when_confirmed(rank: int) -> dict[str, Any]:
     """The sparse plan is not decided about in its first pair of blocks and loses in the second."""
     verdicts: Iterator[Verdict] = iter(["undecided", "not faster"])
-    LiveTrials._verdict = lambda self, found, min_gain, to_the_end: next(verdicts, "not faster")  # type: ignore[method-assign]
+    note_comparisons(lambda pairs, policy, found: found._replace(verdict=next(verdicts, "not faster")))
     return tuned_run(rank, 0.05, "goes back")
 
 

@@ -9,7 +9,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from anabranch import DataParallel, Lean, Network, OkTopk, Timeline, load
-from anabranch.tuning.switches import timeline_path
+from anabranch.tuning.options import timeline_path
 from parallel.twins import SCENARIOS, different, dtypes_of, mlp, plain_train, scatter, scattered, sgd
 from ranks import on_ranks
 

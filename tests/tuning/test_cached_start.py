@@ -31,34 +31,25 @@ def trained(folder: str, rows: int, count: int) -> dict[str, Any]:
     return {"plans": plans, "layouts": layouts, "stages": stages, "weights": weights}
 
 
-def second_start(rank: int, folder: str, rows: int) -> list[dict[str, Any]]:
-    return [trained(folder, 4, 40), trained(folder, rows, 12)]  # a choice is kept once a doubtful win was repeated
-
-
-def test_the_cached_plan_runs_from_the_first_step(tmp_path: Path) -> None:
-    answers = on_ranks(second_start, 2, str(tmp_path), 4)
-    for first, second in answers:
-        assert first["plans"][0] is None and first["plans"][-1] is not None
-        assert set(second["plans"]) == {first["plans"][-1]}
-        assert second["layouts"][0] == first["layouts"][-1]
-        assert "as cached on" in second["stages"][-1]
-        assert second["weights"] == answers[0][1]["weights"]
-
-
-def test_another_batch_goes_back_and_searches(tmp_path: Path) -> None:
-    answers = on_ranks(second_start, 2, str(tmp_path), 6)
-    for first, second in answers:
-        assert second["plans"][0] == first["plans"][-1], "in the hope that the batch is the same"
-        assert second["plans"][1] is None and "profiling" in " ".join(second["stages"])
-        assert second["weights"] == answers[0][1]["weights"]
-
-
-def later(rank: int, folder: str) -> list[str | None]:
-    trained(folder, 4, 40)
+def starts(rank: int, folder: str) -> dict[str, Any]:
+    """A first start, one with the same batch, one with another, and one in which ranks construct at their own time."""
+    first = trained(folder, 4, 40)  # a choice is kept once a doubtful win was repeated
+    found = {"first": first, "same batch": trained(folder, 4, 12), "other batch": trained(folder, 6, 12)}
     torch.manual_seed(7)
     model = DataParallel(Feature().build(), init_sync=False, cache=folder, planner="per_tensor")
-    return [model.plan.fingerprint if model.plan is not None else None]
+    return {**found, "later": model.plan is not None}
 
 
-def test_without_init_sync_ranks_construct_at_their_own_time(tmp_path: Path) -> None:
-    assert on_ranks(later, 2, str(tmp_path)) == [[None], [None]]
+def test_a_second_start_runs_the_cached_plan_and_searches_where_the_batch_is_another(tmp_path: Path) -> None:
+    answers = on_ranks(starts, 2, str(tmp_path))
+    for answer in answers:
+        first, second, other = answer["first"], answer["same batch"], answer["other batch"]
+        assert first["plans"][0] is None and first["plans"][-1] is not None
+        assert set(second["plans"]) == {first["plans"][-1]}, "from the first step on"
+        assert second["layouts"][0] == first["layouts"][-1]
+        assert "as cached on" in second["stages"][-1]
+        assert other["plans"][0] == first["plans"][-1], "in the hope that the batch is the same"
+        assert other["plans"][1] is None and "profiling" in " ".join(other["stages"])
+        assert not answer["later"], "without init_sync ranks construct at their own time, and do not communicate"
+        for name in ("same batch", "other batch"):
+            assert answer[name]["weights"] == answers[0][name]["weights"]

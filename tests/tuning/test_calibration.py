@@ -14,20 +14,16 @@ from anabranch.tuning.calibration import (
     END_NOTE,
     FACTORS,
     MAX_ETA,
-    OF_RECORDED,
     WAITING_NOTE,
-    as_recorded,
     bucket_seconds,
     calibrate,
-    computed_faster,
-    share_of_recorded,
     with_calibrated_contention,
     with_calibrated_costs,
     with_calibrated_delays,
     with_calibrated_waiting,
     with_costs_bounded_by_end,
 )
-from anabranch.tuning.candidates import predicted_s
+from anabranch.tuning.predictions import OF_RECORDED, as_recorded, computed_faster, predicted_s, share_of_recorded
 from anabranch.tuning.trial import StepTimes, Trial
 from ranks import on_ranks
 

@@ -1,13 +1,19 @@
-"""What is worth trying, and what it is called."""
+"""What is worth trying, and what it is called; planning in the background, with the same outcome on every rank."""
 
+import threading
+import time
 from dataclasses import replace
+from typing import Any
 
 import pytest
+import torch.distributed as dist
 
-from anabranch import Curve, Network, Plan, TensorSpec, Trace
+from anabranch import Bucket, Curve, Network, Plan, TensorSpec, Trace
 from anabranch import planning as planners
-from anabranch.tuning.candidates import MIXED, candidates, lower_bound_step_s, predicted_s
+from anabranch.tuning.candidates import MIXED, BackgroundPlanner, Candidates, candidates
 from anabranch.tuning.options import TuningOptions
+from anabranch.tuning.predictions import lower_bound_step_s, predicted_s
+from ranks import on_ranks
 
 TRACE = Trace(tuple(TensorSpec(f"t{i}", 1 << 16, 4, 1e-3 * (i + 1), "float32") for i in range(12)), 5e-3)
 SHARED = Network.linear(4, 1e-6, 5e-9, eta=1.0)
@@ -145,3 +151,44 @@ def test_gradients_that_one_kind_must_not_carry_may_travel_by_another() -> None:
         asked = replace(options("per_tensor", 1, kind), excluded={"int8": frozenset({"t0"})})
         compressed = dict(candidates(asked, TRACE, network))[f"per_tensor, {kind}"]
         assert {bucket.collective for bucket in compressed.buckets} == expected
+
+
+PLANS = [("one", Plan((Bucket(("a", "b")),))), ("two", Plan((Bucket(("a",)), Bucket(("b",), 1))))]
+
+
+def planned(rank: int) -> dict[str, Any]:
+    """Rank 0 plans until it is allowed to end, then fails to plan; the other rank must never be asked to plan."""
+    assert dist.group.WORLD is not None
+    may_end = threading.Event()
+
+    def plan() -> Candidates:
+        assert rank == 0
+        may_end.wait(30.0)
+        return PLANS
+
+    def fail() -> Candidates:
+        raise ZeroDivisionError("no bandwidth")
+
+    planner = BackgroundPlanner(plan, dist.group.WORLD)
+    before = planner.done()
+    may_end.set()
+    found, failure = _outcome(planner)
+    return {
+        "before": before,
+        "found": [[label, plan.fingerprint] for label, plan in found],
+        "failure": failure,
+        "failed": list(_outcome(BackgroundPlanner(fail, dist.group.WORLD))),
+    }
+
+
+def _outcome(planner: BackgroundPlanner) -> tuple[Candidates, str]:
+    while not planner.done():
+        time.sleep(0.01)
+    return planner.outcome()
+
+
+def test_every_rank_gets_the_candidates_of_rank_0_or_why_planning_failed() -> None:
+    for answer in on_ranks(planned, 2):
+        assert answer["before"] is False
+        assert answer["found"] == [[label, plan.fingerprint] for label, plan in PLANS] and answer["failure"] == ""
+        assert answer["failed"] == [[], "ZeroDivisionError: no bandwidth"]

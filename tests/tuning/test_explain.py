@@ -3,8 +3,8 @@
 from dataclasses import replace
 
 import anabranch as ab
-from anabranch.tuning.calibration import computed_faster
 from anabranch.tuning.explain import Findings, explanation, in_short
+from anabranch.tuning.predictions import computed_faster
 from anabranch.tuning.trial import StepTimes, Trial
 
 TENSORS = (ab.TensorSpec("bias", 1000, 4, 0.1), ab.TensorSpec("weight", 1_000_000, 4, 0.2))

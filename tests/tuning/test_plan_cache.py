@@ -84,7 +84,7 @@ def choices(draw: st.DrawFn) -> CachedChoice:
     trace = draw(traces(any_name=True))
     seconds = st.floats(1e-9, 1e6)
     return CachedChoice(
-        label=draw(words),
+        label=draw(words.filter(str.isprintable)),
         step_s=draw(seconds),
         spread_s=draw(seconds),
         default_step_s=draw(seconds),
@@ -138,6 +138,19 @@ def test_the_newest_choice_for_any_input(tmp_path: Path) -> None:
     assert said == [], "what cannot be used is the business of read()"
 
 
+def test_where_no_folder_can_be_listed_there_is_no_newest_choice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def denied(self: Path, pattern: str) -> Iterator[Path]:
+        raise PermissionError(13, "Permission denied", str(self))
+
+    for folder in (tmp_path / ("n" * 300), Path("\0")):
+        assert PlanCache(folder).newest(KEY) is None
+    written(tmp_path)
+    monkeypatch.setattr(Path, "glob", denied)
+    assert PlanCache(tmp_path).newest(KEY) is None
+
+
 def test_a_person_can_read_the_file(tmp_path: Path) -> None:
     content = json.loads(written(tmp_path).read_text())
     assert list(content)[:2] == ["format", "version"] and content["format"] == "cached plan"
@@ -175,6 +188,7 @@ def test_names_differ_by_training_and_model_and_not_by_version() -> None:
         {"default_step_s": float("inf")},
         {"spread_s": -1.0},
         {"label": ""},
+        {"label": "\x1b]0;title\x07"},
         {"date": "yesterday"},
         {"plan": plan_of([bucket_of(["a"])])},
         {"plan": plan_of([bucket_of(["a", "b", "c"])])},

@@ -1,4 +1,4 @@
-"""The policy of tuning is a frozen value: a model keeps the one it was given."""
+"""The policy of tuning is a frozen value; the budget is an account of what searching has cost and may cost."""
 
 import re
 from dataclasses import FrozenInstanceError, asdict, replace
@@ -8,7 +8,7 @@ import pytest
 from torch import nn
 
 import anabranch as ab
-from anabranch.tuning.policy import DEFAULT_POLICY
+from anabranch.tuning.policy import DEFAULT_POLICY, MIN_FIRST_SEARCH_S, SearchBudget
 from ranks import on_ranks
 
 
@@ -39,16 +39,49 @@ def test_a_policy_that_could_not_run_is_refused(wrong: dict[str, Any], says: str
         ab.TuningPolicy(**wrong)
 
 
-def wrapped_with(rank: int, policies: list[Any]) -> str:
-    try:
-        ab.DataParallel(nn.Linear(2, 2), policy=policies[rank]).close()
-    except (ValueError, ab.DisagreementError) as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing"
+def wrapped_with(rank: int) -> list[str]:
+    """What is said of a policy that another rank does not have, and of something else."""
+    found = []
+    policies: list[Any] = [replace(DEFAULT_POLICY, settle_steps=4) if rank else DEFAULT_POLICY, {}]
+    for policy in policies:
+        with pytest.raises((ValueError, ab.DisagreementError)) as caught:
+            ab.DataParallel(nn.Linear(2, 2), policy=policy)
+        found.append(f"{caught.type.__name__}: {caught.value}")
+    return found
 
 
 def test_ranks_with_different_policies_are_told() -> None:
-    policies = [DEFAULT_POLICY, replace(DEFAULT_POLICY, settle_steps=4)]
-    for said in on_ranks(wrapped_with, 2, policies):
-        assert said.startswith("DisagreementError") and "settle_steps=4" in said
-    assert all("policy is a dict: expected a TuningPolicy" in said for said in on_ranks(wrapped_with, 1, [{}]))
+    for apart, wrong in on_ranks(wrapped_with, 2):
+        assert apart.startswith("DisagreementError") and "settle_steps=4" in apart
+        assert "policy is a dict: expected a TuningPolicy" in wrong
+
+
+def test_the_first_search_may_cost_some_steps_and_at_least_a_moment() -> None:
+    assert SearchBudget(DEFAULT_POLICY, step_s=0.4).left_s == pytest.approx(12.0)
+    assert SearchBudget(DEFAULT_POLICY, step_s=1e-4).left_s == pytest.approx(MIN_FIRST_SEARCH_S)
+
+
+def test_later_it_is_a_share_of_training() -> None:
+    budget = SearchBudget(DEFAULT_POLICY, step_s=0.1)
+    budget.charge(3.0)
+    assert budget.left_s == pytest.approx(0.0)
+    budget.trained_s = 1000.0
+    assert budget.left_s == pytest.approx(7.0)
+    assert budget.summary() == "Searching has cost 3.00 s, 0.3% of training so far; allowed are 10.00 s."
+    generous = replace(DEFAULT_POLICY, search_share=0.05)
+    assert SearchBudget(generous, trained_s=1000.0, step_s=0.1).left_s == pytest.approx(50.0)
+
+
+def test_a_fast_trial_does_not_pay_for_a_slow_one() -> None:
+    budget = SearchBudget(DEFAULT_POLICY)
+    budget.charge(-5.0)
+    budget.charge(1.0)
+    assert budget.spent_s == 1.0
+
+
+def test_building_kernels_is_told_and_not_held_against_the_search() -> None:
+    budget = SearchBudget(DEFAULT_POLICY, step_s=0.1)
+    budget.charge(8.0)
+    budget.set_up_s = 7.5
+    assert budget.left_s == pytest.approx(2.5)
+    assert "has cost 8.00 s" in budget.summary()

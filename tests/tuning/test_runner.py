@@ -72,7 +72,8 @@ class Rig:
         return calls
 
 
-def changes(rank: int) -> None:
+def changes() -> None:
+    """A plan takes effect between two steps."""
     rig = Rig()
     runner = rig.runner
     assert (runner.plan, runner.plan_in_force, runner.launcher, rig.calls()) == (None, None, None, [])
@@ -100,11 +101,8 @@ def changes(rank: int) -> None:
     assert rig.layout.calls == ["close"] and rig.residuals.calls[-1] == "close" and len(runner.lanes) == 0
 
 
-def test_a_plan_takes_effect_between_two_steps() -> None:
-    on_ranks(changes, 2)
-
-
-def defaults(rank: int) -> None:
+def defaults() -> None:
+    """A layout with a default plan runs it from the start."""
     rig = Rig(default_plan=BOTH)
     runner = rig.runner
     assert rig.calls() == ["use 1"] and runner.launcher is not None and runner.launcher.plan == BOTH
@@ -120,11 +118,8 @@ def defaults(rank: int) -> None:
     runner.close()
 
 
-def test_a_layout_with_a_default_plan_runs_it_from_the_start() -> None:
-    on_ranks(defaults, 1)
-
-
-def frozen(rank: int) -> None:
+def frozen() -> None:
+    """Parameters that were frozen do not keep buckets from changing."""
     rig = Rig()
     runner = rig.runner
     runner.use_plan(BOTH)
@@ -145,11 +140,8 @@ def frozen(rank: int) -> None:
     runner.close()
 
 
-def test_frozen_parameters_do_not_keep_buckets_from_changing() -> None:
-    on_ranks(frozen, 1)
-
-
 def states(rank: int) -> str:
+    """States load before the first step, on every rank alike."""
     rig = Rig()
     rig.runner.load("a checkpoint")
     assert rig.residuals.states == ["a checkpoint"]
@@ -170,11 +162,6 @@ def states(rank: int) -> str:
     return str(caught.value)
 
 
-def test_states_load_before_the_first_step_and_alike() -> None:
-    first, second = on_ranks(states, 2)
-    assert first == second and "load_comm_state_dict()" in first and "ranks 1 differ from rank 0" in first
-
-
 def first_bucket(rank: int) -> str:
     """The launcher compares what ranks have loaded before the first bucket of the first planned step."""
     rig = Rig()
@@ -190,6 +177,16 @@ def first_bucket(rank: int) -> str:
     return str(caught.value)
 
 
-def test_nothing_is_sent_before_ranks_have_compared_their_states() -> None:
-    for message in on_ranks(first_bucket, 2):
-        assert "rank 0 has 'of rank 0' (item 0), rank 1 has 'of rank 1' (item 0)" in message
+def every_scenario(rank: int) -> list[str]:
+    changes()
+    defaults()
+    frozen()
+    return [states(rank), first_bucket(rank)]
+
+
+def test_plans_change_between_steps_and_states_load_before_the_first() -> None:
+    answers = on_ranks(every_scenario, 2)
+    for disagreed, in_first_bucket in answers:
+        assert disagreed == answers[0][0] and "ranks 1 differ from rank 0" in disagreed
+        assert "load_comm_state_dict()" in disagreed
+        assert "rank 0 has 'of rank 0' (item 0), rank 1 has 'of rank 1' (item 0)" in in_first_bucket

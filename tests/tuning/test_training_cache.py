@@ -15,6 +15,7 @@ from torch import nn
 import anabranch as ab
 from anabranch.exchange.collectives import Collectives
 from anabranch.exchange.dense import DenseExchanges
+from anabranch.exchange.quantised.exchange import QuantisedExchanges
 from anabranch.observe import environment
 from anabranch.tools.lab import environment as lab_environment
 from anabranch.tuning.options import TuningOptions
@@ -44,7 +45,7 @@ def cache_of(
     model: nn.Module, folder: str, options: TuningOptions = OPTIONS, settings: tuple[str, ...] = ("compress None",)
 ) -> TrainingCache:
     assert dist.group.WORLD is not None
-    collectives = Collectives(DenseExchanges())
+    collectives = Collectives(QuantisedExchanges(), DenseExchanges())
     parameters = dict(model.named_parameters())
     return TrainingCache(replace(options, cache=folder), settings, model, parameters, collectives, dist.group.WORLD)
 
@@ -65,6 +66,11 @@ class Lines(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         self.found.append(record.getMessage())
+
+    def ended(self) -> list[str]:
+        """What it has said until now; nothing is added any more."""
+        logging.getLogger("anabranch").removeHandler(self)
+        return self.found
 
 
 # ------------------------------------------------------------------------------------------------------- the key
@@ -112,9 +118,14 @@ def keys(rank: int, folder: str) -> list[str]:
     return names
 
 
-def test_each_ingredient_changes_the_key(tmp_path: Path) -> None:
-    (names,) = on_ranks(keys, 1, str(tmp_path))
+def alone(rank: int, folder: str) -> list[list[Any]]:
+    return [keys(rank, f"{folder}/keys"), evidence(rank, f"{folder}/evidence")]
+
+
+def test_each_ingredient_changes_the_key_and_the_evidence_is_the_median_step_with_its_spread(tmp_path: Path) -> None:
+    ((names, found),) = on_ranks(alone, 1, str(tmp_path))
     assert len(set(names)) == len(names) == 13
+    assert found == ["kept", 3.0, 2.0, 2.0]
 
 
 def test_lines_of_the_process_group_and_the_lab(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,22 +140,23 @@ def test_the_lab_sets_the_variable_that_the_key_reads() -> None:
     assert environment.LAB == lab_environment.LAB
 
 
-def hardware(rank: int, hosts: list[str], devices: list[int]) -> list[str]:
+def hardware(rank: int) -> dict[str, list[str]]:
+    """The lines of three ranks, by their hosts and each host's number of cores."""
     assert dist.group.WORLD is not None
-    socket.gethostname = lambda: hosts[rank]
-    os.cpu_count = lambda: devices[rank]
-    return hardware_lines(CPU, dist.group.WORLD)
+    found = {}
+    for hosts, devices in (("aab", "884"), ("xxy", "884"), ("aba", "884"), ("aab", "888")):
+        socket.gethostname = lambda hosts=hosts: hosts[rank]  # type: ignore[misc]
+        os.cpu_count = lambda devices=devices: int(devices[rank])  # type: ignore[misc]
+        found[f"{hosts} {devices}"] = hardware_lines(CPU, dist.group.WORLD)
+    return found
 
 
 def test_hosts_have_numbers_and_no_names() -> None:
-    here, *_ = on_ranks(hardware, 3, ["a", "a", "b"], [8, 8, 4])
-    elsewhere, *_ = on_ranks(hardware, 3, ["x", "x", "y"], [8, 8, 4])
-    assert here == elsewhere
+    found, *_ = on_ranks(hardware, 3)
+    here = found["aab 884"]
+    assert found["xxy 884"] == here
     assert here[0] == "hosts 2 × 0, 1 × 1" and here[1].startswith("devices 2 × CPU ") and ", 1 × CPU " in here[1]
-    apart, *_ = on_ranks(hardware, 3, ["a", "b", "a"], [8, 8, 4])
-    assert apart != here
-    other_cores, *_ = on_ranks(hardware, 3, ["a", "a", "b"], [8, 8, 8])
-    assert other_cores != here
+    assert found["aba 884"] != here and found["aab 888"] != here
 
 
 def test_versions_are_those_of_the_programs() -> None:
@@ -172,6 +184,9 @@ def agreed(rank: int, folders: list[str], case: str) -> list[Any]:
     elif case == "unknown kind":
         assert choice.plan is not None
         choice = replace(choice, plan=ab.Plan((replace(choice.plan.buckets[0], collective="gossip"),)))
+    elif case == "a kind that was not asked for":
+        assert choice.plan is not None
+        choice = replace(choice, plan=ab.Plan((replace(choice.plan.buckets[0], collective="int8"),)))
     elif case == "many lanes":
         choice = choice_for(model, 2, lanes=3)
     elif case == "no plan":
@@ -184,36 +199,42 @@ def agreed(rank: int, folders: list[str], case: str) -> list[Any]:
     dist.barrier()
     found = cache.read(dist.group.WORLD, 2)
     assert found is None or found == replace(choice, label=found.label, spread_s=0.0, date=found.date)
-    return [None if found is None else found.label, lines.found]
+    return [None if found is None else found.label, lines.ended()]
 
 
-@pytest.mark.parametrize("case", ["fits", "no plan"])
-def test_rank_0s_file_counts_where_folders_differ(case: str, tmp_path: Path) -> None:
-    folders = [str(tmp_path / "a"), str(tmp_path / "b")]
-    assert on_ranks(agreed, 2, folders, case) == [["of rank 0", []]] * 2
+UNFIT = {
+    "other ranks": "the network was measured among 4 ranks and these are 2",
+    "other gradients": "the plan leaves out",
+    "other sizes": "its trace has other gradients than this model trains",
+    "unknown kind": "by 'gossip': expected one of",
+    "a kind that was not asked for": "sends gradients by int8, which this training did not ask for",
+    "many lanes": "its plan needs 3 lanes: expected at most 2",
+}
 
 
-def test_a_folder_that_only_another_rank_has_counts_for_nothing(tmp_path: Path) -> None:
+def all_agreed(rank: int, folder: str) -> dict[str, Any]:
+    """Every case of agreement, each in folders of its own."""
+    fits = ("fits", "no plan")
+    answers = {case: agreed(rank, [f"{folder}/{case} 0", f"{folder}/{case} 1"], case) for case in fits}
+    answers["only elsewhere"] = agreed(rank, [f"{folder}/file", f"{folder}/only"], "fits")
+    answers |= {case: agreed(rank, [f"{folder}/{case}"] * 2, case) for case in UNFIT}
+    answers["refused by one"] = refused_by_one(rank, f"{folder}/refused")
+    return answers
+
+
+def test_ranks_agree_on_what_rank_0_reads(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("not a folder")
-    first, second = on_ranks(agreed, 2, [str(tmp_path / "file"), str(tmp_path)], "fits")
-    (line,) = first[1]
-    assert first[0] is None and "the plan cache cannot keep" in line and second == [None, []]
-
-
-@pytest.mark.parametrize(
-    ("case", "says"),
-    [
-        ("other ranks", "the network was measured among 4 ranks and these are 2"),
-        ("other gradients", "the plan leaves out"),
-        ("other sizes", "its trace has other gradients than this model trains"),
-        ("unknown kind", "by 'gossip': expected one of"),
-        ("many lanes", "its plan needs 3 lanes: expected at most 2"),
-    ],
-)
-def test_a_choice_that_does_not_fit_is_ignored_on_all_ranks(case: str, says: str, tmp_path: Path) -> None:
-    first, second = on_ranks(agreed, 2, [str(tmp_path)] * 2, case)
-    (line,) = first[1]
-    assert first[0] is None and says in line and str(tmp_path) in line and second == [None, []]
+    first, second = on_ranks(all_agreed, 2, str(tmp_path))
+    for case in ("fits", "no plan"):
+        assert first[case] == second[case] == ["of rank 0", []], "where folders differ, that of rank 0 counts"
+    label, (line,) = first["only elsewhere"]
+    assert label is None and "the plan cache cannot keep" in line and second["only elsewhere"] == [None, []]
+    for case, says in UNFIT.items():
+        label, (line,) = first[case]
+        assert label is None and says in line and str(tmp_path) in line and second[case] == [None, []], case
+    assert first["refused by one"] == [True, []]
+    refused, (line,) = second["refused by one"]
+    assert refused and "on rank 1: not on this rank" in line, "what one rank cannot run no rank runs"
 
 
 def evidence(rank: int, folder: str) -> list[Any]:
@@ -233,10 +254,6 @@ def evidence(rank: int, folder: str) -> list[Any]:
     return [found.label, found.step_s, found.spread_s, found.gain]
 
 
-def test_the_evidence_is_the_median_step_and_its_spread(tmp_path: Path) -> None:
-    assert on_ranks(evidence, 1, str(tmp_path)) == [["kept", 3.0, 2.0, 2.0]]
-
-
 def refused_by_one(rank: int, folder: str) -> list[Any]:
     assert dist.group.WORLD is not None
     lines, key = Lines(), CacheKey("Net", "", (), ())
@@ -248,20 +265,14 @@ def refused_by_one(rank: int, folder: str) -> list[Any]:
             raise ab.PlanError("not on this rank")
 
     found = agree_on_cached(PlanCache(folder), key, check, dist.group.WORLD)
-    return [found is None, lines.found]
-
-
-def test_what_one_rank_cannot_run_no_rank_runs(tmp_path: Path) -> None:
-    first, second = on_ranks(refused_by_one, 2, str(tmp_path))
-    assert first == [True, []]
-    assert second[0] and "on rank 1: not on this rank" in second[1][0] and len(second[1]) == 1
+    return [found is None, lines.ended()]
 
 
 # ------------------------------------------------------------------------------------------------------- wrappers
 
 
-def wrapped(rank: int, kind: str) -> bool:
-    """Whether a wrapper has a cache, before and after it was closed."""
+def wrapped(rank: int) -> dict[str, Any]:
+    """Whether a wrapper has a cache, before and after it was closed; and what ranks say who do not agree on it."""
     options: dict[str, dict[str, Any]] = {
         "dense": {},
         "lean": {"memory": ab.Lean(lambda parameters: torch.optim.SGD(parameters, lr=0.1))},
@@ -270,35 +281,26 @@ def wrapped(rank: int, kind: str) -> bool:
         "given": {"plan": choice_for(mlp(), 2).plan},
         "never": {"profile_steps": 0},
     }
-    model = ab.DataParallel(mlp(), **options[kind])
-    cache = model._cache
-    if cache is not None:
-        model(batch(0)).square().mean().backward()
-        assert cache._input == "4x6 float32"
-    model.close()
-    assert model._cache is None
-    return cache is not None
-
-
-@pytest.mark.parametrize(
-    ("kind", "has_cache"),
-    [("dense", True), ("lean", True), ("off", False), ("function", False), ("given", False), ("never", False)],
-)
-def test_who_has_a_cache(kind: str, has_cache: bool) -> None:
-    assert on_ranks(wrapped, 2, kind) == [has_cache] * 2
-
-
-def mixed(rank: int) -> str:
-    try:
+    found: dict[str, Any] = {}
+    for kind, given in options.items():
+        model = ab.DataParallel(mlp(), **given)
+        cache = model._cache
+        if cache is not None:
+            model(batch(0)).square().mean().backward()
+            assert cache._input == "4x6 float32"
+        model.close()
+        assert model._cache is None
+        found[kind] = cache is not None
+    with pytest.raises(ab.DisagreementError) as caught:
         ab.DataParallel(mlp(), cache=rank == 0)
-    except ab.DisagreementError as error:
-        return str(error)
-    return "agreed"
+    return {**found, "on and off": str(caught.value)}
 
 
-def test_on_and_off_must_agree() -> None:
-    for message in on_ranks(mixed, 2):
+def test_who_has_a_cache() -> None:
+    for found in on_ranks(wrapped, 2):
+        message = found.pop("on and off")
         assert "rank 0 has 'cache on'" in message and "rank 1 has 'cache off'" in message
+        assert {kind for kind, has_cache in found.items() if has_cache} == {"dense", "lean"}
 
 
 @pytest.mark.parametrize("cache", [1, "", b"x", 0.5, []])

@@ -1,23 +1,18 @@
 """The tuner: the stages it goes through, what explain() shows in each, and the nouns that it leaves."""
 
-import math
 import re
 import warnings
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-import pytest
 import torch
 from torch import nn
 
-from anabranch import Bucket, Curve, DataParallel, Network, Plan, simulate
+from anabranch import Curve, DataParallel, Network, simulate
 from anabranch.ddp.reducer import reduced_parameters
-from anabranch.tuning import search
-from anabranch.tuning.comparison import Comparison, Verdict
-from anabranch.tuning.live_trials import LiveTrials
-from anabranch.tuning.trial import PRICE_OF_FIDELITY, StepTimes, Trial, allowed_loss
+from anabranch.tuning.decide import Comparison, Pairs
+from anabranch.tuning.policy import TuningPolicy
 from ddp.inspection import layout_in_force
 from parallel.twins import (
     SCENARIOS,
@@ -33,6 +28,7 @@ from parallel.twins import (
     twins,
 )
 from ranks import on_ranks
+from tuning.given_times import give_times, give_windows, note_comparisons
 
 RUNNING = "anabranch: running"
 
@@ -76,29 +72,31 @@ def _check_nouns(model: DataParallel) -> None:
         assert all(span.track in ("lane 0", "lane 1") for span in model.timeline.communication)
 
 
-def test_keeps_the_plan() -> None:
-    answers = on_ranks(tuned_run, 2, "keeps the plan")
+def tuned_runs(rank: int) -> dict[str, Any]:
+    """Every scenario that forces one outcome."""
+    return {name: tuned_run(rank, name) for name in ("keeps the plan", "goes back", "is given the plan")}
+
+
+def test_a_plan_is_kept_dropped_or_given() -> None:
+    answers = on_ranks(tuned_runs, 2)
     for answer in answers:
-        stages = " ".join(answer["stages"])
-        assert re.search("settling.*profiling.*planning.*trying scattered.*running", stages)
-        assert answer["plan"] is not None and answer["plan"] == answers[0]["plan"]
-        assert answer["layout"] == answer["planned"]
-        assert answer["network"] == 2
-        assert answer["trace"] == answers[0]["trace"]
-        assert set(answer["lanes"]) > {"compute"}
+        kept, dropped, given = answer["keeps the plan"], answer["goes back"], answer["is given the plan"]
+        assert re.search("settling.*profiling.*planning.*trying scattered.*running", " ".join(kept["stages"]))
+        assert kept["plan"] is not None and kept["plan"] == answers[0]["keeps the plan"]["plan"]
+        assert kept["layout"] == kept["planned"] and kept["network"] == 2
+        assert kept["trace"] == answers[0]["keeps the plan"]["trace"]
+        assert set(kept["lanes"]) > {"compute"}
+        assert "no plan was clearly faster" in dropped["explained"].splitlines()[0] and dropped["plan"] is None
+        assert dropped["layout"] == [[5, 4, 3, 2, 1, 0]], "DDP's own bucket, in the order of backward"
+        assert set(dropped["lanes"]) == {"compute", "lane 0"}
+        assert given["stages"][-1].startswith("anabranch: running the plan it was given")
+        assert given["layout"] == given["planned"]
+    for scenario in ("keeps the plan", "goes back"):
+        _check_explanation(answers[0][scenario]["explained"])
 
 
-def test_goes_back() -> None:
-    for answer in on_ranks(tuned_run, 2, "goes back"):
-        assert "no plan was clearly faster" in answer["explained"].splitlines()[0]
-        assert answer["plan"] is None
-        assert answer["layout"] == [[5, 4, 3, 2, 1, 0]], "DDP's own bucket, in the order of backward"
-        assert set(answer["lanes"]) == {"compute", "lane 0"}
-
-
-@pytest.mark.parametrize("scenario", ["keeps the plan", "goes back"])
-def test_explains_prediction_and_measurement_of_every_layout(scenario: str) -> None:
-    explained = on_ranks(tuned_run, 2, scenario)[0]["explained"]
+def _check_explanation(explained: str) -> None:
+    """Every layout that was tried has its prediction and its measurement."""
     head = next(line for line in explained.splitlines() if "predicted" in line)
     assert "measured" in head and "exposed" in head
     rows = explained.splitlines()[explained.splitlines().index(head) + 1 :]
@@ -113,11 +111,11 @@ def faithful_run(rank: int) -> dict[str, Any]:
     """An int8 plan wins, and the same plan dense, which is predicted to be a little slower, is tried after it."""
     asked: list[float] = []
 
-    def verdict(self: LiveTrials, found: Comparison, min_gain: float, to_the_end: bool) -> Verdict:
-        asked.append(min_gain)
-        return "faster"
+    def note(pairs: Pairs, policy: TuningPolicy, found: Comparison) -> Comparison:
+        asked.append(policy.min_gain)
+        return found._replace(verdict="faster")
 
-    LiveTrials._verdict = verdict  # type: ignore[method-assign]
+    note_comparisons(note)
     network = Network(2, {"dense": Curve.linear(1e-3, 1e-9), "int8": Curve.linear(0.995e-3, 1e-9)})
     policy = replace(SCENARIOS["keeps the plan"], min_gain=0.05, min_predicted_gain=-0.001)
     model = DataParallel(mlp(), compress="int8", planner="single", network=network, lanes=1, policy=policy)
@@ -134,52 +132,30 @@ def test_a_plan_that_is_more_faithful_may_be_a_little_slower() -> None:
     assert answer["asked"][0] == 0.05 != answer["asked"][1] and answer["kinds"] == {"dense"}
 
 
-def test_what_fidelity_may_cost_does_not_add_up_and_never_loses_to_ddp() -> None:
-    def trial(step_s: float, kind: str = "int8") -> Trial:
-        plan = Plan((Bucket(("a",), collective=kind),)) if kind else None
-        return Trial("", plan, (StepTimes(step_s, 0.0, step_s),), ())
-
-    own, fastest, slower = trial(0.2, ""), trial(0.1), trial(0.1005)
-    assert allowed_loss(fastest, [own, fastest]) == pytest.approx(-PRICE_OF_FIDELITY)
-    # after one such step only the rest of it is left
-    assert allowed_loss(slower, [own, fastest, slower]) == pytest.approx(1 - 0.101 / 0.1005)
-    assert allowed_loss(fastest, [trial(0.1004, ""), fastest]) == pytest.approx(-0.004)
-    assert allowed_loss(fastest, [fastest]) == pytest.approx(-PRICE_OF_FIDELITY)
-
-
-def doubtful_run(rank: int, again: Verdict) -> dict[str, Any]:
+def doubtful_run(rank: int, again_s: float) -> dict[str, Any]:
     """One pair of blocks decides for a plan whose gain nobody had predicted; later it is tried once more."""
-    verdicts: Iterator[Verdict] = iter(["faster", again])
-    LiveTrials._verdict = lambda self, found, min_gain, to_the_end: next(verdicts)  # type: ignore[method-assign]
-    search.simulated_gain = lambda *_: math.inf  # type: ignore[attr-defined]
-    _, model = twins(Feature(), "keeps the plan")
+    blocks = iter([1e-3])  # of the plan: its first, and then
+    give_times(lambda plan: 4e-3 if plan is None else next(blocks, again_s))
+    _, model = twins(Feature(ours={"policy": replace(SCENARIOS["keeps the plan"], min_gain=0.01)}))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     first = ""
     for step in steps(model, 1):
         plain_train(model, optimizer, step)
         first = first or (model.explain() if model.plan is not None and stage_of(model).startswith(RUNNING) else "")
-    for step in range(30):
+    for step in range(40):
         plain_train(model, optimizer, step)
-    return {"first": first, "then": model.explain(), "left": next(verdicts, None)}
+    return {"first": first, "then": model.explain()}
 
 
-@pytest.mark.parametrize(("again", "outcome"), [("faster", "running scattered"), ("not faster", "did not win again")])
-def test_a_doubtful_win_must_be_won_again(again: Verdict, outcome: str) -> None:
-    for answer in on_ranks(doubtful_run, 2, again):
-        assert "running scattered" in answer["first"].splitlines()[0]
-        assert outcome in answer["then"].splitlines()[0]
-        assert answer["left"] is None, "both verdicts were asked for"
+def doubtful_runs(rank: int) -> list[dict[str, Any]]:
+    return [doubtful_run(rank, again_s) for again_s in (1e-3, 9e-3)]
 
 
-def given_plan(rank: int) -> dict[str, Any]:
-    answer = tuned_run(rank, "is given the plan")
-    return {"stages": answer["stages"], "same": answer["layout"] == answer["planned"], "explained": answer["explained"]}
-
-
-def test_runs_the_plan_it_is_given() -> None:
-    for answer in on_ranks(given_plan, 2):
-        assert answer["stages"][-1].startswith("anabranch: running the plan it was given")
-        assert answer["same"]
+def test_a_doubtful_win_must_be_won_again() -> None:
+    for answers in on_ranks(doubtful_runs, 2):
+        for answer, outcome in zip(answers, ("running scattered", "did not win again"), strict=True):
+            assert "running scattered" in answer["first"].splitlines()[0]
+            assert outcome in answer["then"].splitlines()[0]
 
 
 def measured(rank: int) -> dict[str, Any]:
@@ -229,55 +205,57 @@ def lanes_tried(rank: int, start_s: float, s_per_byte: float, eta: float) -> lis
     return sorted(tried)
 
 
+def lanes_tried_by_network(rank: int) -> list[list[int]]:
+    """Where two messages at once pay, and on a link that one message fills."""
+    return [lanes_tried(rank, 1e-3, 1e-7, 0.0), lanes_tried(rank, 1e-7, 1e-6, 1.0)]
+
+
 def test_lanes_are_tried_where_they_are_predicted_to_pay() -> None:
-    assert on_ranks(lanes_tried, 2, 1e-3, 1e-7, 0.0) == [[0, 1, 2], [0, 1, 2]]
-
-
-def test_lanes_are_not_tried_on_a_link_that_one_message_fills() -> None:
-    assert on_ranks(lanes_tried, 2, 1e-7, 1e-6, 1.0) == [[0, 1], [0, 1]]
+    assert on_ranks(lanes_tried_by_network, 2) == [[[0, 1, 2], [0, 1]]] * 2
 
 
 def drift(rank: int) -> list[str]:
     """Steps become much slower on rank 0 only, by its own clock: everyone plans again."""
     stages: list[str] = []
     policy = replace(SCENARIOS["keeps the plan"], max_drift=0.9, drift_check_steps=5)
-    _, model = twins(Feature(Sleepy, ours={"policy": policy}))
+    slow_from = 60
+    give_windows(lambda: 0.3 if rank == 0 and step >= slow_from else 0.002)
+    _, model = twins(Feature(ours={"policy": policy}))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    slow_from = None
-    for step in range(200):
+    for step in range(slow_from + 40):
         plain_train(model, optimizer, step)
         if stage_of(model) not in stages[-1:]:
             stages.append(stage_of(model))
-        if slow_from is None and "running" in stages[-1]:
-            slow_from = step + 40  # after a doubtful win was repeated
-        if slow_from is not None and step == slow_from and rank == 0:
-            model.module.pause_s = 0.3
-        if slow_from is not None and step > slow_from and "profiling" in stages[-1]:
-            break
     return stages
-
-
-class Sleepy(nn.Module):
-    """Sleeps as long as a test says."""
-
-    pause_s = 0.0
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = mlp()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        import time
-
-        time.sleep(self.pause_s)
-        result: torch.Tensor = self.layers(x)
-        return result
 
 
 def test_drift_on_rank_0_makes_everyone_plan_again() -> None:
     for stages in on_ranks(drift, 2):
-        assert sum("profiling" in line for line in stages) >= 2
-        assert "profiling" in stages[-1]
+        (again,) = [line for line in stages if "profiling again" in line]
+        assert "steps take 300.0 ms instead of 2.0 ms" in again
+
+
+def not_worth_it(rank: int) -> list[str]:
+    """The first search of a given network is not worth while; a later one is asked for."""
+    policy = replace(SCENARIOS["keeps the plan"], min_predicted_gain=0.9, drift_check_steps=2, max_drift=1e9)
+    give_times(lambda plan: 1e-3)
+    model = DataParallel(mlp(), planner=scattered, network=ring(), profile_steps=2, policy=policy)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    stages = []
+    for step in range(40):
+        if step == 12:
+            give_times(lambda plan: 1e-3, exposed=0.95)
+            model.replan()
+        plain_train(model, optimizer, step)
+        stages.append(stage_of(model))
+    model.close()
+    return list(dict.fromkeys(stages))
+
+
+def test_a_network_that_was_given_is_known_in_a_later_search() -> None:
+    for stages in on_ranks(not_worth_it, 2):
+        assert any("only 50.0% of a step waits for communication" in stage for stage in stages)
+        assert "anabranch: planning." in stages
 
 
 def frozen(rank: int) -> str:

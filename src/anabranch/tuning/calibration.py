@@ -1,4 +1,4 @@
-"""Calibrates a measured network by the times of messages while the model was computing.
+"""Calibration: the network of one training, corrected by the times of messages while the model was computing.
 
 During a backward pass messages take longer than on an idle machine: each waits for kernels to be launched, for a busy
 host and for a share of the device, and simultaneous messages slow each other differently. The bucket times of a planned
@@ -6,7 +6,7 @@ step show by how much, and its end shows what they do not: ranks that wait for e
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from statistics import median
 
@@ -15,8 +15,10 @@ import torch
 import torch.distributed as dist
 
 from anabranch.exchange.agree import agree_on
-from anabranch.exchange.contracts import Group
+from anabranch.exchange.contracts import Collective, Group
+from anabranch.observe.measure import LARGEST_NBYTES, measure
 from anabranch.planning.simulator import finish_s
+from anabranch.tuning.predictions import MIN_STRETCH, computed_faster, prediction_s
 from anabranch.tuning.trial import Trial
 from anabranch.values.curve import Curve
 from anabranch.values.kinds.fidelity import is_compressed
@@ -32,11 +34,10 @@ MAX_ETA = 1.5  # contention of simultaneous messages: at 1 they gain nothing, ab
 DELAY_NOTE = "refined_delay_"  # and the kind: a key of a network's meta
 WAITING_NOTE = "refined_waiting"
 END_NOTE = "refined_end"
-OF_RECORDED = "computing_of_recorded"  # a key of a trace's meta
-LEAST_SHARE = 0.01  # of recorded computing; less, as a file may say, is not believed
-MIN_STRETCH = 0.02  # share of computing by which it must take longer than recorded: less is noise
 MIN_EFFECT = 0.05  # share of the step; if contention changes it by less, η cannot be distinguished from noise
 BISECTIONS = 30
+SMALLEST_LARGEST_NBYTES = 1 << 16
+MEASUREMENT_S = (0.1, 2.0)  # shortest, longest
 
 
 def calibrate(network: Network, trace: Trace, trial: Trial, control: Group) -> Network:
@@ -72,31 +73,6 @@ def slowest_rank(seconds: Sequence[float], control: Group) -> list[float]:
     dist.all_reduce(slowest, op=dist.ReduceOp.MAX, group=control)
     found: list[float] = slowest.tolist()
     return found
-
-
-def computed_faster(trace: Trace, plan: Plan | None, computing_s: float, before_s: float) -> Trace:
-    """``trace`` with computing that takes ``computing_s``, as it did under ``plan``, if that is less than recorded.
-
-    Traces are recorded under DDP's own buckets, or in later searches under the layout in force. Sending less, or less
-    at once, leaves more of a GPU to the model. ``before_s`` is what the slowest rank then computed. A trace has the
-    latest rank at each gradient, which adds up to more where ranks differ, and no plan has made that difference.
-    """
-    recorded_s = trace.forward_s + trace.backward_s
-    if plan is None or not 0 < computing_s < (1 - MIN_STRETCH) * min(recorded_s, before_s):
-        return trace
-    share = computing_s / recorded_s
-    return replace(trace.scaled(share), meta={**trace.meta, OF_RECORDED: share * share_of_recorded(trace)})
-
-
-def share_of_recorded(trace: Trace) -> float:
-    """How long computing takes in this trace, as a share of what was recorded; 1 if it is as recorded."""
-    share = trace.meta.get(OF_RECORDED)
-    return share if isinstance(share, float) and LEAST_SHARE < share < 1 else 1.0
-
-
-def as_recorded(trace: Trace) -> Trace:
-    """The trace as it was before ``computed_faster``: what it is under DDP's own buckets."""
-    return trace if (share := share_of_recorded(trace)) == 1.0 else trace.scaled(1 / share)
 
 
 def bucket_seconds(steps: Sequence[Timeline]) -> list[float]:
@@ -279,3 +255,84 @@ def _fit(expected: np.ndarray, took: np.ndarray, start_s: float) -> tuple[float,
 def _scaled(curve: Curve, factor: float, extra_s: float) -> Curve:
     points = tuple(replace(point, seconds=factor * point.seconds + extra_s) for point in curve.points)
     return Curve(points, curve.tail_s_per_byte * factor)
+
+
+class CalibratedNetwork:
+    """The network that plans are made with, and what it predicts.
+
+    ``given`` is believed: it is neither measured nor calibrated. ``control`` is a group for small messages.
+    ``known`` is None before the network is measured or agreed on.
+    """
+
+    def __init__(self, given: Network | None, control: Group) -> None:
+        self.known: Network | None = None
+        self._given = given
+        self._control = control
+        self._error: float | None = None  # predicted by measured step of the layout that was kept last
+        self._last: tuple[Trace, Plan | None, Network, float | None] | None = None  # prediction and its inputs
+
+    def agree_on_given(self) -> bool:
+        """Use the network that the user gave, the same on every rank; False if there is none. Collective."""
+        if self._given is not None:
+            self.known = agree_on(Network, self._given, self._control)
+        return self._given is not None
+
+    def measure(
+        self,
+        groups: Sequence[Group],
+        device: torch.device,
+        probes: Mapping[str, Collective],
+        nbytes: int,
+        left_s: float,
+    ) -> Network:
+        """Measure the kinds of messages of ``probes`` up to ``nbytes``, and how much lanes slow each other. Collective.
+
+        Takes about a third of ``left_s``, by rank 0's number, within limits.
+        """
+        largest = min(max(nbytes, SMALLEST_LARGEST_NBYTES), LARGEST_NBYTES)
+        shortest_s, longest_s = MEASUREMENT_S
+        budget_s = min(longest_s, max(shortest_s, left_s / 3))
+        self.known = measure(groups, device, largest, budget_s, probes, growth=4)
+        return self.known
+
+    def calibrate(self, trace: Trace, trials: Sequence[Trial], several_lanes: bool) -> bool:
+        """Calibrate a measured network by trials on one lane or on several; whether it changed. Collective."""
+        before = self.known
+        if self._given is None and self.known is not None:
+            for trial in trials:
+                if trial.plan is not None and (trial.plan.lanes > 1) == several_lanes:
+                    self.known = calibrate(self.known, trace, trial, self._control)
+        return self.known != before
+
+    def trace_under(self, trace: Trace, best: Trial, first: Trial) -> Trace:
+        """The trace with computing as fast as under the best layout, if that is a plan. Collective.
+
+        ``first``: the layout with which the search began, under which the trace was recorded.
+        """
+        if self._given is not None or best.plan is None:
+            return trace
+        computing_s, before_s = slowest_rank([best.computing_s, first.computing_s], self._control)
+        return computed_faster(trace, best.plan, computing_s, before_s)
+
+    def predicted_s(self, trace: Trace | None, plan: Plan | None) -> float | None:
+        """The simulator's prediction for this layout, computed once per layout; None if it cannot be predicted."""
+        if trace is None or self.known is None:
+            return None
+        last = self._last
+        if last is None or last[0] is not trace or last[1] is not plan or last[2] is not self.known:
+            self._last = last = (trace, plan, self.known, prediction_s(trace, plan, self.known))
+        return last[3]
+
+    def note_error(self, trace: Trace | None, kept: Trial) -> None:
+        """Remember how well the layout that is kept was predicted."""
+        predicted_s = self.predicted_s(trace, kept.plan)
+        self._error = predicted_s / kept.step_s if predicted_s is not None else None
+
+    def outdated(self, trace: Trace, running: Trial, max_drift: float) -> bool:
+        """Whether the layout that runs is predicted worse than when it was kept; a given network is believed."""
+        predicted_s = self.predicted_s(trace, running.plan)
+        if self._given is not None:
+            return False
+        if predicted_s is None or self._error is None:
+            return True
+        return abs(predicted_s / running.step_s / self._error - 1) > max_drift

@@ -1,17 +1,25 @@
-"""The plans to try on a live model, given the options, the trace and the network; and their predicted times."""
+"""Candidates: the plans to try on a live model, their predicted times, and planning them in the background."""
 
-from collections.abc import Collection
-from dataclasses import replace
+import json
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, replace
+from threading import Thread
+
+import torch.distributed as dist
+from torch import nn
 
 from anabranch import planning as planners
+from anabranch.exchange.agree import agree_on, from_rank_0
+from anabranch.exchange.collectives import Collectives
+from anabranch.exchange.contracts import Group
 from anabranch.planning.ladder import FREE, least_lossy, with_fewer_messages
 from anabranch.planning.merge import compressed
-from anabranch.planning.simulator import finish_s, lower_bound_s, messages
-from anabranch.tuning.calibration import as_recorded
+from anabranch.planning.simulator import messages
 from anabranch.tuning.options import TuningOptions
 from anabranch.tuning.policy import DEFAULT_POLICY, TuningPolicy
+from anabranch.tuning.predictions import predicted_s
 from anabranch.tuning.trial import PRICE_OF_FIDELITY
-from anabranch.values.errors import NetworkError
 from anabranch.values.kinds.fidelity import error_of, error_of_plan, is_compressed
 from anabranch.values.kinds.names import DENSE, EVERY_ELEMENT
 from anabranch.values.network import Network
@@ -19,113 +27,113 @@ from anabranch.values.plan import Plan
 from anabranch.values.trace import Trace
 
 MIXED = "as faithful as is hidden"
+WARM_UP_KIND = "bf16"  # may be used while an exchange with residuals still waits for its warm-up: it delays nothing
+
+Candidates = list[tuple[str, Plan]]  # with labels
 
 
 def candidates(
     options: TuningOptions, trace: Trace, network: Network, policy: TuningPolicy = DEFAULT_POLICY
-) -> list[tuple[str, Plan]]:
+) -> Candidates:
     """Labelled plans to try: the planner's, and one on several lanes if that is predicted to gain enough."""
-    planner = planners.PLANNERS[options.planner] if isinstance(options.planner, str) else options.planner
-    name = options.planner if isinstance(options.planner, str) else getattr(planner, "__name__", "your planner")
-    found = _on_one_and_several_lanes((name, planner(trace, network)), DENSE, options, trace, network, policy)
-    found = [*_compressed(options, trace, network, policy, found[0]), *found]
+    found = _Candidates(options, trace, network, policy).found()
     return [(label + _calibrations(plan, network), plan.check(trace)) for label, plan in found]
 
 
-def _on_one_and_several_lanes(
-    one_lane: tuple[str, Plan],
-    kind: str,
-    options: TuningOptions,
-    trace: Trace,
-    network: Network,
-    policy: TuningPolicy,
-) -> list[tuple[str, Plan]]:
-    """A plan of this kind, and one on several lanes if that is predicted to gain enough."""
-    if options.lanes == 1:
-        return [one_lane]
-    several = planners.lanes(trace, network, lanes=options.lanes or 2, collective=kind)
-    several = _with_dense(several, options.excluded.get(kind, frozenset()))
-    gain = 1 - predicted_s(trace, several, network) / predicted_s(trace, one_lane[1], network)
-    if several.lanes == 1 or gain <= policy.lanes_min_gain:
-        return [one_lane]
-    return [one_lane, (f"{several.lanes} lanes" + (f", {kind}" if kind != DENSE else ""), several)]
+@dataclass(frozen=True, slots=True)
+class _Candidates:
+    options: TuningOptions
+    trace: Trace
+    network: Network
+    policy: TuningPolicy
+
+    def found(self) -> Candidates:
+        """Plans with compressed buckets first, if ``compress`` was given."""
+        given = self.options.planner
+        planner = planners.PLANNERS[given] if isinstance(given, str) else given
+        name = given if isinstance(given, str) else getattr(planner, "__name__", "your planner")
+        plain = name, planner(self.trace, self.network)
+        return [*self._compressed(plain), *self._and_on_lanes(plain, DENSE)]
+
+    def _and_on_lanes(self, one_lane: tuple[str, Plan], kind: str) -> Candidates:
+        """This plan of one kind, and one on several lanes if that is predicted to gain enough."""
+        lanes = self.options.lanes or 2
+        if lanes == 1:
+            return [one_lane]
+        several = self._with_dense(planners.lanes(self.trace, self.network, lanes=lanes, collective=kind), kind)
+        gain = 1 - self._predicted_s(several) / self._predicted_s(one_lane[1])
+        if several.lanes == 1 or gain <= self.policy.lanes_min_gain:
+            return [one_lane]
+        return [one_lane, (f"{several.lanes} lanes" + (f", {kind}" if kind != DENSE else ""), several)]
+
+    def _compressed(self, plain: tuple[str, Plan]) -> Candidates:
+        """The plans with compressed buckets; a mix may have none.
+
+        Other plans count only with a compressed bucket: that for bf16 of a model in float16 would be a dense plan in
+        another name, with buckets for the price of bf16.
+        """
+        options, trace, network = self.options, self.trace, self.network
+        if not options.kinds:
+            return []
+        if options.mixes:
+            errors = {kind: error_of(kind) for kind in (DENSE, *options.kinds)}
+            mixed = least_lossy(trace, network, errors, options.excluded)
+            mixed = with_fewer_messages(trace, network, mixed, errors, options.excluded)
+            # Before it the plan that it has to be as fast as. Only live steps show what many messages cost, and how
+            # much full ones slow computing, while they are transferred: also where all is predicted to be hidden.
+            transfers_s = sum(message.transfer_s for message in messages(trace, mixed, network))
+            is_slow = transfers_s > FREE * (trace.forward_s + trace.backward_s)
+            rivals = self._fastest_of_one_kind() if is_slow else []
+            return [*((label, plan) for label, plan in rivals if plan != mixed), (MIXED, mixed)]
+        kind = options.kinds[0]
+        if kind in EVERY_ELEMENT and options.planner != "optimal":  # other planners do not know what it costs
+            rounded = f"{plain[0]}, {kind}", self._with_dense(planners.using(plain[1], kind), kind)
+            return _with_compressed(self._and_on_lanes(rounded, kind))
+        return _with_compressed(self._of_one_kind(kind))
+
+    def _of_one_kind(self, kind: str) -> Candidates:
+        """The planned buckets of one compressed kind, with those dense that must not use it."""
+        if kind not in EVERY_ELEMENT:
+            return [(kind, compressed(self.trace, self.network, kind, self._excluded(kind)))]
+        best = self._with_dense(planners.optimal(self.trace, self.network, collective=kind), kind)
+        return self._and_on_lanes((f"optimal, {kind}", best), kind)
+
+    def _fastest_of_one_kind(self) -> Candidates:
+        """Of the plans of one kind the one predicted to end first; of those that end with it, the most faithful.
+
+        None if no gradient may use any kind. Plans without a compressed bucket do not count.
+        """
+        plans = _with_compressed([found for kind in self.options.kinds for found in self._of_one_kind(kind)])
+        ends_s = [self._predicted_s(plan) for _, plan in plans]
+        soonest_s = min(ends_s, default=0.0) * (1 + PRICE_OF_FIDELITY)
+        in_time = [
+            (error_of_plan(self.trace, plan), end_s, index)
+            for index, ((_, plan), end_s) in enumerate(zip(plans, ends_s, strict=True))
+            if end_s <= soonest_s
+        ]
+        return [plans[index] for _, _, index in sorted(in_time)[:1]]
+
+    def _with_dense(self, plan: Plan, kind: str) -> Plan:
+        """The plan, with buckets of gradients that must not use this kind sent dense; a bucket has one dtype."""
+        if not (names := self._excluded(kind)):
+            return plan
+        return Plan(
+            tuple(
+                bucket if names.isdisjoint(bucket.names) else replace(bucket, collective=DENSE)
+                for bucket in plan.buckets
+            )
+        )
+
+    def _excluded(self, kind: str) -> frozenset[str]:
+        return self.options.excluded.get(kind, frozenset())
+
+    def _predicted_s(self, plan: Plan) -> float:
+        return predicted_s(self.trace, plan, self.network)
 
 
-def _compressed(
-    options: TuningOptions, trace: Trace, network: Network, policy: TuningPolicy, plain: tuple[str, Plan]
-) -> list[tuple[str, Plan]]:
-    """The plans with compressed buckets, if ``compress`` was given; a mix may have none.
-
-    Other plans count only with a compressed bucket: that for bf16 of a model in float16 would be a dense plan in
-    another name, with buckets for the price of bf16.
-    """
-    if not options.kinds:
-        return []
-    if options.mixes:
-        errors = {kind: error_of(kind) for kind in (DENSE, *options.kinds)}
-        mixed = least_lossy(trace, network, errors, options.excluded)
-        mixed = with_fewer_messages(trace, network, mixed, errors, options.excluded)
-        # Before it the plan that it has to be as fast as. Only live steps show what many messages cost, and how much
-        # full ones slow computing, while they are transferred: also where all is predicted to be hidden in full.
-        transfers = _transfers_s(trace, mixed, network) > FREE * (trace.forward_s + trace.backward_s)
-        rivals = _fastest_of_one_kind(options, trace, network, policy) if transfers else []
-        return [*((label, plan) for label, plan in rivals if plan != mixed), (MIXED, mixed)]
-    kind = options.kinds[0]
-    if kind in EVERY_ELEMENT and options.planner != "optimal":  # other planners do not know what it costs
-        excluded = options.excluded.get(kind, frozenset())
-        rounded = f"{plain[0]}, {kind}", _with_dense(planners.using(plain[1], kind), excluded)
-        return _with_compressed(_on_one_and_several_lanes(rounded, kind, options, trace, network, policy))
-    return _with_compressed(_of_one_kind(kind, options, trace, network, policy))
-
-
-def _with_compressed(plans: list[tuple[str, Plan]]) -> list[tuple[str, Plan]]:
+def _with_compressed(plans: Candidates) -> Candidates:
     """Those of the plans that have a compressed bucket."""
     return [(label, plan) for label, plan in plans if any(is_compressed(bucket.collective) for bucket in plan.buckets)]
-
-
-def _of_one_kind(
-    kind: str, options: TuningOptions, trace: Trace, network: Network, policy: TuningPolicy
-) -> list[tuple[str, Plan]]:
-    """The planned buckets of one compressed kind, with those dense that must not use it."""
-    excluded = options.excluded.get(kind, frozenset())
-    if kind not in EVERY_ELEMENT:
-        return [(kind, compressed(trace, network, kind, excluded))]
-    best = f"optimal, {kind}", _with_dense(planners.optimal(trace, network, collective=kind), excluded)
-    return _on_one_and_several_lanes(best, kind, options, trace, network, policy)
-
-
-def _fastest_of_one_kind(
-    options: TuningOptions, trace: Trace, network: Network, policy: TuningPolicy
-) -> list[tuple[str, Plan]]:
-    """Of the plans of one kind the one that is predicted to end first; of those that end with it, the most faithful.
-
-    None if no gradient may use any kind. Plans without a compressed bucket do not count.
-    """
-    every = [found for kind in options.kinds for found in _of_one_kind(kind, options, trace, network, policy)]
-    plans = _with_compressed(every)
-    ends_s = [predicted_s(trace, plan, network) for _, plan in plans]
-    soonest_s = min(ends_s, default=0.0) * (1 + PRICE_OF_FIDELITY)
-    in_time = [
-        (error_of_plan(trace, plan), end_s, index)
-        for index, ((_, plan), end_s) in enumerate(zip(plans, ends_s, strict=True))
-        if end_s <= soonest_s
-    ]
-    return [plans[index] for _, _, index in sorted(in_time)[:1]]
-
-
-def _transfers_s(trace: Trace, plan: Plan, network: Network) -> float:
-    """How long the messages of a plan are transferred in all; start-ups do not count."""
-    return sum(message.transfer_s for message in messages(trace, plan, network))
-
-
-def _with_dense(plan: Plan, names: Collection[str]) -> Plan:
-    """The plan, with buckets of these gradients sent dense; a bucket has gradients of one dtype."""
-    if not names:
-        return plan
-    dense = [
-        bucket if set(bucket.names).isdisjoint(names) else replace(bucket, collective=DENSE) for bucket in plan.buckets
-    ]
-    return Plan(tuple(dense))
 
 
 def _calibrations(plan: Plan, network: Network) -> str:
@@ -135,36 +143,51 @@ def _calibrations(plan: Plan, network: Network) -> str:
     return ", refined" if "refined" in network.meta else ""
 
 
-def lower_bound_step_s(trace: Trace, network: Network) -> float:
-    """A lower bound on the time from the start of forward to averaged gradients, for any plan on one lane."""
-    return trace.forward_s + lower_bound_s(trace, network)
+def warm_up_kinds(kinds: Sequence[str], collectives: Collectives, parameters: Mapping[str, nn.Parameter]) -> list[str]:
+    """Kinds for plans that run while training warms up: those without residuals, or if there are none, bf16."""
+    asked = [kind for kind in kinds if not collectives.residuals.keeps(kind)]
+    dtypes = {parameter.dtype for parameter in parameters.values()}
+    may_round = all(collectives.supports(WARM_UP_KIND, dtype) for dtype in dtypes)
+    return asked or ([WARM_UP_KIND] if may_round else [])
 
 
-def unmerged_s(trace: Trace, network: Network) -> float:
-    """Predicted time with every gradient in a message of its own."""
-    return predicted_s(trace, planners.per_tensor(trace, network), network)
+def may_run(plan: Plan | None, steps_done: int, collectives: Collectives) -> bool:
+    """Whether a plan may run after this many steps: exchanges with residuals wait for the end of the warm-up."""
+    if plan is None or steps_done >= collectives.residuals.warmup_steps:
+        return True
+    return not any(collectives.residuals.keeps(bucket.collective) for bucket in plan.buckets)
 
 
-def prediction_s(trace: Trace, plan: Plan | None, network: Network) -> float | None:
-    """As ``predicted_s``; None if the network has no cost for a kind, or the trace no gradient, that a plan names.
+class BackgroundPlanner:
+    """Runs ``plan`` on rank 0, in a daemon thread. Both methods are collective among the ranks of ``control``."""
 
-    The trace has no gradient of a parameter that was frozen before it was recorded, under a plan that was given.
-    """
-    names = {tensor.name for tensor in trace.tensors}
-    if plan is not None and any(name not in names for bucket in plan.buckets for name in bucket.names):
-        return None
-    try:
-        return predicted_s(trace, plan, network)
-    except NetworkError:
-        return None
+    def __init__(self, plan: Callable[[], Candidates], control: Group) -> None:
+        self._control = control
+        self._is_rank_0 = dist.get_rank(control) == 0
+        self._planned: Future[Candidates] = Future()
+        if self._is_rank_0:
+            Thread(target=self._run, args=(plan,), name="anabranch-planner", daemon=True).start()
 
+    def done(self) -> bool:
+        """Whether planning has finished."""
+        return bool(from_rank_0(bytes([self._planned.done()]), self._control)[0])
 
-def predicted_s(trace: Trace, plan: Plan | None, network: Network) -> float:
-    """Predicted time from the start of forward to averaged gradients; without a plan, under DDP's own buckets.
+    def outcome(self) -> tuple[Candidates, str]:
+        """Rank 0's candidates on every rank, once planning has finished; or no candidates, and why planning failed."""
+        failure = self._planned.exception() if self._is_rank_0 else None
+        found = self._planned.result() if self._is_rank_0 and failure is None else []
+        message = {
+            "labels": [label for label, _ in found],
+            "failure": f"{type(failure).__name__}: {failure}" if failure else "",
+        }
+        received = json.loads(from_rank_0(json.dumps(message).encode(), self._control))
+        labels = received["labels"]
+        plans = [agree_on(Plan, found[i][1] if self._is_rank_0 else None, self._control) for i in range(len(labels))]
+        return list(zip(labels, plans, strict=True)), received["failure"]
 
-    The trace was recorded under those, so that what their messages delay is in it already.
-    """
-    if plan is None:
-        trace = as_recorded(trace)
-        plan, network = planners.by_bytes(trace, network), replace(network, delays={})
-    return trace.forward_s + finish_s(trace, plan, network)
+    def _run(self, plan: Callable[[], Candidates]) -> None:
+        # An error must reach outcome(): the other ranks wait for it there.
+        try:
+            self._planned.set_result(plan())
+        except BaseException as error:
+            self._planned.set_exception(error)

@@ -4,9 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from anabranch.observe.measure import POOR_SPREAD
-from anabranch.tuning.calibration import share_of_recorded
-from anabranch.tuning.candidates import lower_bound_step_s, prediction_s, unmerged_s
-from anabranch.tuning.comparison import step_noise
+from anabranch.tuning.decide import step_noise
+from anabranch.tuning.predictions import lower_bound_step_s, prediction_s, share_of_recorded, unmerged_s
 from anabranch.tuning.trial import Trial
 from anabranch.values.network import Network
 from anabranch.values.plan import Plan

@@ -1,12 +1,22 @@
-"""Which gradients shall leave a compiled model together: a cut costs computing, and a missing one delays a bucket."""
+"""Graph cuts: which gradients leave a compiled model together. A cut costs computing; a missing one delays a bucket.
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+While plans are tried, graphs are cut finely. Then two versions with fewer cuts are priced, before anything is compiled:
+the best plan with the cuts that it needs, and DDP's own buckets with the cuts that torch makes for DDP. The faster of
+them is compiled if it is expected to gain, and runs in turns with what was best: the version stays that was measured to
+be faster. That is the one compilation after planning. A policy may allow more: then versions are priced once more, by
+what a cut was measured to cost. If no version was worth it, DDP's is compiled where it would win at the highest price
+that is plausible: graphs that stay cut finely shall not be slower than under compiled DDP.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from anabranch import planning as planners
 from anabranch.planning.simulator import messages, schedule
-from anabranch.tuning.calibration import as_recorded
+from anabranch.tuning.policy import TuningPolicy
+from anabranch.tuning.predictions import as_recorded, predicted_s
+from anabranch.tuning.trial import Trial
 from anabranch.values.network import Network
 from anabranch.values.plan import Plan
 from anabranch.values.trace import Trace
@@ -15,6 +25,8 @@ LATE = "all gradients come at the end of backward, as when the whole model is on
 MOST_PARTS = 16  # about as many as graphs are cut into at most; all of them are compared pair by pair
 LEAST_COMPUTING = 0.1  # share of computing that is left at least, whatever cuts are said to cost
 ROUNDING = 1e-9  # a cut that saves nothing is left out, also where sums are rounded
+MOST_CUT_SHARE = 0.02  # of a step: twice what a cut is taken to cost
+FEWER_CUTS = 0.02  # share of a step by which fewer cuts may look slower: noise, since they can hardly be
 
 Parts = Sequence[Sequence[str]]  # names of gradients that leave together, in order
 
@@ -62,7 +74,7 @@ class Graphs(Protocol):
 
 
 class NotCompiled:
-    """The graphs of a model that has none."""
+    """The graphs of a model that has none: there is nothing to cut, to keep or to say."""
 
     parts: Parts | None = None
     can_change = False
@@ -73,17 +85,10 @@ class NotCompiled:
     def would_change(self, parts: Parts) -> bool:  # noqa: ARG002
         return False
 
-    def cut_for(self, parts: Parts | None) -> None:
-        """No-op: there is nothing to cut."""
-
-    def settle(self) -> None:
-        """No-op, too."""
-
-    def step_ended(self) -> None:
-        """No-op: nothing was compiled."""
-
-    def note_late(self, what: str) -> None:
-        """No-op: only compiled models have reasons."""
+    def cut_for(self, parts: Parts | None) -> None: ...
+    def settle(self) -> None: ...
+    def step_ended(self) -> None: ...
+    def note_late(self, what: str) -> None: ...
 
     def lines(self) -> list[str]:
         return []
@@ -194,3 +199,151 @@ def _at_most(count: int, trace: Trace, parts: Parts) -> Parts:
         merged[-1] += names
         nbytes += sum(sizes[name] for name in names)
     return merged
+
+
+@dataclass(frozen=True, slots=True)
+class Version:
+    """A layout with cuts for it. ``expected_s``: its step, at the price of a cut."""
+
+    label: str
+    plan: Plan | None
+    parts: Parts
+    expected_s: float
+
+
+class CutSearch:
+    """The versions of one model's graphs that are worth compiling, given the best layout on finely cut graphs.
+
+    It compiles and times nothing: for each of the ``offers()`` the tuner tries the version that rank 0 chose, if it
+    chose one, and says how it went with ``note()``.
+
+    trials   of this search and before it
+    best     the fastest of them, which is in force
+    lines    what cuts cost, for explain()
+    """
+
+    def __init__(
+        self,
+        graphs: Graphs,
+        policy: TuningPolicy,
+        best: Trial,
+        trials: Sequence[Trial],
+        trace: Trace,
+        network: Network | None,
+    ) -> None:
+        self.trials = list(trials)
+        self.best = best
+        self.lines: list[str] = []
+        self._graphs = graphs
+        self._policy = policy
+        self._planned = best  # on graphs that are cut finely, as is the next one
+        self._own = next((trial for trial in trials if trial.plan is None and best.plan is not None), None)
+        self._trace = trace
+        self._network = network
+        self._tried: list[tuple[Plan | None, int]] = []  # plans with their numbers of cuts
+        self._cut_s = policy.cut_share * best.step_s
+        self._measured_cut_s = 0.0  # in the last trial; 0 if it is not known
+
+    def offers(self) -> Iterator[tuple[Sequence[Version], int]]:
+        """Versions, and the number of the one to compile next, from 1 on; 0 if none is expected to gain enough."""
+        allowed = self._policy.recompilations
+        for done in range(allowed):
+            versions = self._versions(self._cut_s)
+            yield versions, self._choice(versions, versions)
+            if len(self._tried) <= done:
+                break
+            self._cut_s = self._measured_cut_s if self._measured_cut_s > 0 else self._cut_s  # below zero it is noise
+        if allowed and not self._tried:
+            versions = self._versions(MOST_CUT_SHARE * self._planned.step_s)
+            yield versions, self._choice(versions, versions[1:])
+
+    def min_gain(self, version: Version) -> float:
+        """What a version must gain to stay: the same plan with fewer cuts stays unless it is clearly slower."""
+        return self._policy.min_gain - FEWER_CUTS * (version.plan == self.best.plan)
+
+    def note(self, version: Version, before: Parts | None, again: Trial, tried: Trial, faster: bool) -> None:
+        """A version was ``tried`` in turns with the best, which ran ``again`` on graphs cut for ``before``."""
+        many, few = self._graphs.cuts_for(before), self._graphs.cuts_for(version.parts)
+        ratio = again.step_s / tried.step_s
+        tried = replace(tried, result=f"{ratio:.2f}× as fast as {self.best.label} with {many} cuts", doubtful=False)
+        longer = self.best.with_more(again)
+        self.trials = [*(longer if trial is self.best else trial for trial in self.trials), tried]
+        self.best = tried if faster else longer
+        self._tried.append((version.plan, few))
+        self.lines.append(
+            f"Compiled: with {many} cuts computing takes {again.computing_s * 1e3:.2f} ms, with {few} "
+            f"{tried.computing_s * 1e3:.2f} ms (medians, in turns)."
+        )
+        self._measured_cut_s = (again.computing_s - tried.computing_s) / (many - few) if many > few else 0.0
+
+    def end(self) -> None:
+        """Keep graphs as they are, for good, and say what was left out."""
+        graphs, policy = self._graphs, self._policy
+        versions = self._versions(self._cut_s)
+        if not self._tried and graphs.would_change(versions[0].parts):
+            few, many = graphs.cuts_for(versions[0].parts), graphs.cuts_for(None)
+            self.lines.append(
+                f"Compiled: with {few} cuts instead of {many} a step is "
+                f"expected to gain less than {policy.min_gain:.0%}, so nothing was compiled again."
+            )
+        if len(self._tried) >= policy.recompilations and (untried := self._worth_compiling(versions)) is not None:
+            self.lines.append(
+                f"Compiled: {untried.label} (cuts: {graphs.cuts_for(untried.parts)}) may take "
+                f"{untried.expected_s * 1e3:.2f} ms, if a cut costs {self._cut_s * 1e3:.3f} ms; "
+                f"TuningPolicy(recompilations={policy.recompilations + 1}) would try it."
+            )
+        keep_cuts(graphs, self._planned.plan, self._trace, self._network, policy)
+
+    def _choice(self, versions: Sequence[Version], allowed: Sequence[Version]) -> int:
+        worth = self._worth_compiling(allowed)
+        return 0 if worth is None else 1 + versions.index(worth)
+
+    def _versions(self, price_s: float) -> list[Version]:
+        """The best plan with the cuts that it needs, and DDP's own buckets with DDP's, if a cut costs ``price_s``."""
+        graphs, trace, network = self._graphs, self._trace, self._network
+
+        def version(label: str, finely: Trial, parts: Parts) -> Version:
+            saved_s = price_s * (graphs.cuts_for(None) - graphs.cuts_for(parts))  # of computing
+            gain_s = saved_s
+            if network is not None:  # of the step: what its messages leave of that
+                simulated_s = step_in_parts_s(trace, finely.plan, network, parts, saved_s)
+                gain_s = predicted_s(trace, finely.plan, network) - simulated_s
+            return Version(label, finely.plan, parts, finely.step_s - gain_s)
+
+        other = ", other cuts" if self._tried else ""
+        planned, own = self._planned, self._own
+        parts = _worth_their_cuts(graphs, planned.plan, trace, network, price_s)
+        versions = [version(f"{planned.label}, graphs cut for it{other}", planned, parts)]
+        if own is not None:
+            versions.append(version(f"{own.label}, DDP's cuts", own, parts_of_ddp(trace)))
+        return versions
+
+    def _worth_compiling(self, versions: Sequence[Version]) -> Version | None:
+        """The fastest version that was not tried, if it is expected to gain enough over the best."""
+        best, graphs = self.best, self._graphs
+        new = [
+            version
+            for version in versions
+            if (version.plan != best.plan or graphs.would_change(version.parts))
+            and (version.plan, graphs.cuts_for(version.parts)) not in self._tried
+        ]
+        fastest = min(new, key=lambda version: version.expected_s, default=None)
+        if fastest is None or 1 - fastest.expected_s / best.step_s <= self._policy.min_gain:
+            return None
+        return fastest
+
+
+def keep_cuts(graphs: Graphs, plan: Plan | None, trace: Trace, network: Network | None, policy: TuningPolicy) -> None:
+    """Keep graphs as they are, for good; those that torch makes later are cut for the plan, if these are, too."""
+    step_s = 0.0 if network is None else predicted_s(trace, plan, network)
+    parts = _worth_their_cuts(graphs, plan, trace, network, policy.cut_share * step_s)
+    if graphs.parts is None and not graphs.would_change(parts):
+        graphs.cut_for(parts)
+    graphs.settle()
+
+
+def _worth_their_cuts(
+    graphs: Graphs, plan: Plan | None, trace: Trace, network: Network | None, price_s: float
+) -> Parts:
+    """The parts that are worth their cuts in these graphs; those of later ones, where these cannot be cut."""
+    return needed_parts(trace, plan, network, price_s, graphs.cuts_for if graphs.cuts_for(None) else one_each)

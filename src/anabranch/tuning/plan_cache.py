@@ -109,8 +109,8 @@ class CachedChoice:
             check_seconds(name, getattr(self, name))
         check_positive("step_s", self.step_s)
         check_positive("default_step_s", self.default_step_s)
-        if not self.label:
-            raise ValueError("label is empty: expected the name of the choice")
+        if not self.label or not self.label.isprintable():  # explain() shows it as it is
+            raise ValueError(f"label is {brief(self.label)}: expected the name of the choice, in printable characters")
         date.fromisoformat(self.date)
         if self.plan is not None:
             try:
@@ -185,7 +185,10 @@ class PlanCache:
 
     def newest(self, key: CacheKey, check: Callable[[CachedChoice], object] = bool) -> Entry | None:
         """The newest entry for this key whatever its input, or None; says nothing of files that cannot be used."""
-        for path in sorted(self.folder.glob(key.pattern), key=_changed, reverse=True)[:MOST_LOOKED_AT]:
+        paths: list[Path] = []
+        with suppress(Exception):  # a folder that may not be entered, or a name that none can have
+            paths = sorted(self.folder.glob(key.pattern), key=_changed, reverse=True)
+        for path in paths[:MOST_LOOKED_AT]:
             with suppress(Exception):  # ``read`` will say what is wrong with it
                 entry = Entry.read(path)
                 _check_key(replace(entry.key, input=key.input), key, str(path))

@@ -1,6 +1,8 @@
-"""TuningPolicy: the constants of a tuner's decisions."""
+"""TuningPolicy: the constants of a tuner's decisions; SearchBudget: what searching has cost, and what it may cost."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+
+MIN_FIRST_SEARCH_S = 0.3  # a search that measures the network cannot cost much less, however short steps are
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,29 +48,19 @@ class TuningPolicy:
     late_gradients: float = 0.9
 
     def __post_init__(self) -> None:
-        for name in COUNTS:
-            value = getattr(self, name)
+        for field in fields(self):
+            name, value = field.name, getattr(self, field.name)
             least = 0 if name == "recompilations" else 1
-            if not isinstance(value, int) or value < least:
+            if field.type is int and (not isinstance(value, int) or value < least):
                 raise ValueError(f"TuningPolicy {name} is {value!r}: expected a whole number, at least {least}")
-        for name in SHARES:
-            value = getattr(self, name)
-            if not isinstance(value, int | float) or value != value:
+            if field.type is float and (not isinstance(value, int | float) or value != value):
                 raise ValueError(f"TuningPolicy {name} is {value!r}: expected a share, such as 0.01 for 1 %")
-        if not isinstance(self.confidence, int | float) or not self.confidence >= 0:
+        if self.confidence < 0:
             raise ValueError(
                 f"TuningPolicy confidence is {self.confidence!r}: expected a number from 0 on, such as 3.0"
             )
 
 
-COUNTS = (
-    "warmup_steps", "settle_steps", "trial_steps", "max_pairs", "first_search_steps", "max_search_steps",
-    "drift_check_steps", "recompilations",
-)  # fmt: skip
-SHARES = (
-    "min_gain", "min_predicted_gain", "lanes_min_gain", "obvious_gain", "search_share", "max_drift", "cut_share",
-    "late_gradients",
-)  # fmt: skip
 DEFAULT_POLICY = TuningPolicy()
 
 
@@ -77,4 +69,47 @@ def check_policy(policy: object) -> None:
     if not isinstance(policy, TuningPolicy):
         raise ValueError(
             f"policy is a {type(policy).__name__}: expected a TuningPolicy, such as TuningPolicy(min_gain=0.02)"
+        )
+
+
+@dataclass(slots=True)
+class SearchBudget:
+    """The account of one tuner. Every rank keeps one, and rank 0's decides.
+
+    A search costs the pauses in which ranks measure or agree, changes of buckets, and what its steps take longer than
+    those of the layout in force.
+    """
+
+    policy: TuningPolicy
+    spent_s: float = 0.0
+    trained_s: float = 0.0  # wall-clock time since the first step
+    step_s: float = 0.0  # of the layout that was profiled first
+    set_up_s: float = 0.0  # part of ``spent_s`` that is not held against the search: any use has to pay it once
+
+    def charge(self, seconds: float) -> None:
+        """Count a cost; a negative one counts as none, so that a fast trial does not pay for a slow one."""
+        self.spent_s += max(0.0, seconds)
+
+    @property
+    def searching_s(self) -> float:
+        """What searching has cost, set-up apart."""
+        return self.spent_s - self.set_up_s
+
+    @property
+    def allowed_s(self) -> float:
+        """What all searching may have cost until now: a share of training so far, or a first search if that is more."""
+        first_s = max(self.policy.first_search_steps * self.step_s, MIN_FIRST_SEARCH_S)
+        return max(first_s, self.policy.search_share * self.trained_s) + self.set_up_s
+
+    @property
+    def left_s(self) -> float:
+        """What searching may still cost now."""
+        return self.allowed_s - self.spent_s
+
+    def summary(self) -> str:
+        """A sentence for ``explain()``."""
+        share = self.spent_s / self.trained_s if self.trained_s > 0 else 0.0
+        return (
+            f"Searching has cost {self.spent_s:.2f} s, {share:.1%} of training so far; allowed are "
+            f"{self.allowed_s:.2f} s."
         )

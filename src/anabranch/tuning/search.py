@@ -1,60 +1,73 @@
-"""Search: finds the fastest layout of a live model: profiles it, measures the network, plans, and tries plans in turns.
+"""Search: profiles a live model, measures the network, plans, and tries plans in turns with the layout in force.
 
-It owns what a search finds: the trace, the trials, and the fastest of them, which is in force. When to search, and what
-becomes of the result, is the tuner's to say. Every method that yields is a part of its schedule, the same on all ranks.
+It owns runner, policy and budget, and what a search finds: the trace, the network, the trials and the fastest of them,
+which is in force. It does what ``decide`` says; the tuner says when to search, and what becomes of the result. Methods
+that return a ``Schedule`` run for some steps, the same on all ranks; rank 0 decides from its own measurements.
 """
 
 import logging
-import math
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import ClassVar
+from math import inf
+from typing import ClassVar, TypeVar
 
 import torch.distributed as dist
 
-from anabranch.exchange.agree import agree_on, latest_over_ranks, true_on_all_ranks
+from anabranch.exchange.agree import agree_on, latest_over_ranks, number_of_rank_0, true_on_all_ranks
 from anabranch.exchange.collectives import Collectives
+from anabranch.exchange.contracts import Group
 from anabranch.observe.measure import WARM_UP, noise_note
 from anabranch.observe.recorder import Recorder, order_note
 from anabranch.planning.simulator import undelayed
-from anabranch.tuning.background_planner import BackgroundPlanner, Candidates
-from anabranch.tuning.budget import SearchBudget
-from anabranch.tuning.candidates import candidates
-from anabranch.tuning.cut_trials import CutTrials
-from anabranch.tuning.gains import error_of_layout, expected_gain, simulated_gain
-from anabranch.tuning.graph_cuts import LATE, Graphs
-from anabranch.tuning.live_network import LiveNetwork
-from anabranch.tuning.live_trials import LiveTrials, Schedule, steps
+from anabranch.tuning.calibration import CalibratedNetwork
+from anabranch.tuning.candidates import BackgroundPlanner, Candidates, candidates, warm_up_kinds
+from anabranch.tuning.decide import (
+    VERDICTS,
+    Action,
+    Block,
+    Candidate,
+    Comparison,
+    Pairs,
+    Tried,
+    Verb,
+    in_words,
+    is_worth,
+    judge,
+    most_gain,
+    next_action,
+    terms,
+)
+from anabranch.tuning.graph_cuts import LATE, CutSearch, Graphs, Version, keep_cuts
 from anabranch.tuning.options import TuningOptions
-from anabranch.tuning.policy import TuningPolicy
+from anabranch.tuning.policy import SearchBudget, TuningPolicy
 from anabranch.tuning.runner import PlanRunner
-from anabranch.tuning.trial import PRICE_OF_FIDELITY, Trial, allowed_loss
-from anabranch.tuning.warm_up import warm_up_kinds
-from anabranch.values.network import Network
+from anabranch.tuning.trial import StepTimes, Trial
 from anabranch.values.plan import Plan
 from anabranch.values.trace import Trace
 
 log = logging.getLogger("anabranch")
 
-HELD_EARLY = "Compiled: searching was ended before graphs were compiled for the plan, so they stay cut finely."
+T = TypeVar("T")
+Schedule = Generator[None, None, T]  # one yield per averaged step
+
 FROZEN = "parameters were frozen, unfrozen or replaced after the model was wrapped"
+NOT_RECORDED = "no step could be recorded (is the whole model called again in backward, by checkpointing?)"
+HELD_EARLY = "Compiled: searching was ended before graphs were compiled for the plan, so they stay cut finely."
 
 
 class Search:
     """Searches for the fastest layout of one model.
 
-    budget       what searching may cost
     graphs       the graphs that torch.compile makes of the model
     model_name   is written into traces
-    decide       a decision of rank 0, as a small number, on every rank; collective
-    held         whether this rank was told to search no more
-    enter        notes what the search does now, for explain()
 
-    live_network   the network that plans are made with
-    trace          the last recorded one; None before a step was profiled
-    trials         of the last search; the first is the layout that was in force when it began
-    failure        why planning failed, if it did
+    stage        what is done now, for explain()
+    held         whether this rank was told to search no more
+    trace        the last recorded one; None before a step was profiled
+    trials       of the last search; the first is the layout that was in force when it began
+    failure      why planning failed, if it did
+    cut_lines    what cuts cost, for explain()
     """
 
     _noise_was_logged: ClassVar[bool] = False  # once per process is enough
@@ -63,93 +76,90 @@ class Search:
         self,
         runner: PlanRunner,
         collectives: Collectives,
+        options: TuningOptions,
         policy: TuningPolicy,
-        budget: SearchBudget,
         graphs: Graphs,
-        given_network: Network | None,
         model_name: str,
-        decide: Callable[[int], int],
-        held: Callable[[], bool],
-        enter: Callable[[str], None],
     ) -> None:
-        self.live_network = LiveNetwork(runner, collectives, given_network)
+        self.runner = runner
+        self.policy = policy
+        self.budget = SearchBudget(policy)
+        self.network = CalibratedNetwork(options.network, runner.lanes.control)
+        self.stage = "settling"
+        self.held = False
         self.trace: Trace | None = None
-        self.trials: list[Trial] = []
+        self.trials: Sequence[Trial] = ()
         self.failure = ""
-        self._runner = runner
+        self.cut_lines: Sequence[str] = ()
         self._collectives = collectives
-        self._policy = policy
-        self._budget = budget
+        self.options = options
         self._graphs = graphs
         self._model_name = model_name
-        self._decide = decide
-        self._held = held
-        self._enter = enter
-        self._live = LiveTrials(runner, policy, budget, decide, in_a_hurry=self._is_over)
-        self._cuts = CutTrials(graphs, self._live, policy, decide)
         self._best: Trial | None = None  # the layout in force while others are tried
         self._beaten: Trial | None = None  # the one before it
         self._began_at = 0  # step
 
-    @property
-    def best(self) -> Trial:
-        """The fastest layout so far, which is in force."""
-        assert self._best is not None  # once a layout has been timed
-        return self._best
+    # Decisions of rank 0.
+
+    def as_rank_0(self, number: int) -> int:
+        """Rank 0's number, from 0 to 255, on every rank. Collective."""
+        return number_of_rank_0(number, self._control)()
 
     @property
-    def network(self) -> Network | None:
-        """The network as measured or given; None before it is known."""
-        return self.live_network.network
+    def _is_over(self) -> bool:
+        """Whether no more plans shall be tried: this rank was told to hold, or the search has taken long enough."""
+        return self.held or self._steps_done - self._began_at >= self.policy.max_search_steps
 
-    @property
-    def graph_lines(self) -> list[str]:
-        """For explain(): how graphs are cut, and what cuts cost."""
-        return [*self._graphs.lines(), *self._cuts.lines]
+    def goes_on(self, gain: float = inf) -> bool:
+        """Whether rank 0 has time and budget left for a gain as large as this one. Collective."""
+        return bool(self.as_rank_0(is_worth(gain, self.budget.left_s, self._is_over, self.policy)))
 
-    def take_failure(self) -> str:
-        """Why planning failed, if it did; the next search begins without a failure."""
-        failure, self.failure = self.failure, ""
-        return failure
+    def settle(self) -> Schedule[None]:
+        """Wait until a change of layout no longer disturbs steps."""
+        yield from steps(self.policy.settle_steps)
 
-    # What a search begins with.
+    # Observe: profile the layout in force, and know the network.
 
-    def begin_with(self, trace: Trace, network: Network) -> None:
-        """Use the trace and the network of an earlier training."""
-        self.trace, self.live_network.network = trace, network
+    def _timed(self, label: str, plan: Plan | None, count: int | None = None) -> Schedule[Trial]:
+        """Time some steps of the layout in force, the buckets of the last one, too."""
+        count = self.policy.trial_steps if count is None else count
+        yield from steps(count - 1)
+        with self.runner.timer.bucket_timing():
+            yield
+        self.runner.timer.clock.settle()
+        return Trial.of(label, plan, self.runner.timer.last_steps(count), self.runner.timer.clock)
 
-    def timed(self, label: str, plan: Plan | None, count: int | None = None) -> Schedule[Trial]:
-        """Time the layout in force; its step time is the one that plans must beat. A search begins with this."""
-        self.begin_again()
-        self._best = yield from self._live.timed(label, plan, count)
+    def begin(self) -> None:
+        """Begin a search: the steps of the one before do not count any more (``max_search_steps``)."""
+        self._began_at = self._steps_done
+
+    def begin_with(self, label: str, plan: Plan | None, count: int | None = None) -> Schedule[Trial]:
+        """Begin a search: time the layout in force, whose step time plans must beat."""
+        self.begin()
+        self._best = yield from self._timed(label, plan, count)
         self.trials = [self._best]
         return self._best
 
-    def begin_again(self) -> None:
-        """The steps of the search before do not count any more (``max_search_steps``)."""
-        self._began_at = self._runner.timer.steps_done
-
-    def profiled(self, label: str, plan: Plan | None, count: int) -> Schedule[Trial]:
+    def profiled(self, label: str, plan: Plan | None) -> Schedule[Trial]:
         """The same, and record the trace."""
         self.failure = ""
         self._collectives.errors.postpone()
-        with Recorder(self._runner.timer, self._runner.parameters) as recorder:
-            trial = yield from self.timed(label, plan, count)
-        self._budget.step_s = self._budget.step_s or trial.step_s
-        if not true_on_all_ranks(self._runner.trains_the_same(), self._runner.lanes.control):
+        with Recorder(self.runner.timer, self.runner.parameters) as recorder:
+            trial = yield from self.begin_with(label, plan, self.options.profile_steps)
+        self.budget.step_s = self.budget.step_s or trial.step_s
+        if not true_on_all_ranks(self.runner.trains_the_same(), self._control):
             self.failure = FROZEN  # what is frozen has no gradient in the trace, and may be frozen on one rank alone
             return trial
-        if not true_on_all_ranks(recorder.steps > 0, self._runner.lanes.control):
-            self.failure = "no step could be recorded (is the whole model called again in backward, by checkpointing?)"
+        if not true_on_all_ranks(recorder.steps > 0, self._control):
+            self.failure = NOT_RECORDED
             return trial
         trace = recorder.trace({"model": self._model_name})
         self._warn(order_note(trace))
-        control = self._runner.lanes.control
-        trace = latest_over_ranks(trace, control)
-        if plan is not None and self.network is not None:
-            trace = undelayed(trace, plan, self.network)
-        self.trace = agree_on(Trace, trace, control)
-        if self.trace.tensors[0].ready_s > self._policy.late_gradients * self.trace.backward_s:
+        trace = latest_over_ranks(trace, self._control)
+        if plan is not None and self.network.known is not None:
+            trace = undelayed(trace, plan, self.network.known)
+        self.trace = agree_on(Trace, trace, self._control)
+        if self.trace.tensors[0].ready_s > self.policy.late_gradients * self.trace.backward_s:
             self._warn(f"{LATE}: nothing of their communication can be hidden")
             self._graphs.note_late(LATE)
         return trial
@@ -158,160 +168,262 @@ class Search:
         """Why a search is not worth while, once the layout in force was profiled; empty if it is."""
         if self.failure:
             return self.failure
-        # No plan can gain more than the time that the layout's own buckets leave exposed.
-        running = self.best
-        share = running.exposed_s / running.step_s if running.plan is None else math.inf
+        share = most_gain(self.best)
         if self.goes_on(share):
             return ""
-        if self._decide(self._is_over()):
-            return f"the search was ended, or had taken its {self._policy.max_search_steps} steps (max_search_steps)"
+        if self.as_rank_0(self._is_over):
+            return f"the search was ended, or had taken its {self.policy.max_search_steps} steps (max_search_steps)"
         return f"only {share:.1%} of a step waits for communication"
 
-    def goes_on(self, gain: float = math.inf) -> bool:
-        """Whether the search goes on, given the gain to expect: rank 0 finds it large enough, and has steps left.
-
-        Where the budget is used up, only an obvious gain is: its trial pays for itself at once.
-        """
-        policy = self._policy
-        least = policy.min_predicted_gain if self._budget.left_s > 0 else policy.obvious_gain
-        return bool(self._decide(gain > least and not self._is_over()))
-
-    def _is_over(self) -> bool:
-        """Whether no more plans shall be tried: this rank was told to hold, or the search has taken long enough."""
-        return self._held() or self._runner.timer.steps_done - self._began_at >= self._policy.max_search_steps
-
-    def measure(self, options: TuningOptions) -> None:
-        """Measure the network, unless the user gave one."""
-        if self.live_network.agree_on_given():
+    def measure(self) -> None:
+        """Measure the network, unless the user gave one. Collective."""
+        if self.network.agree_on_given():
             return
-        self._enter("measuring the network")
-        kinds = ["dense", *options.kinds]
-        if self._collectives.residuals.warmup_steps > self._runner.timer.steps_done:
-            kinds += self._warm_up_kinds(options)
-        kinds = list(dict.fromkeys(kinds))
-        lanes = min(options.lanes or 2, self._runner.lanes.max_lanes)
-        self.live_network.measure(self._known_trace.nbytes, kinds, lanes, self._budget.left_s)
-        set_up_s = self.network.meta.get(WARM_UP) if self.network is not None else None
-        self._budget.set_up_s += set_up_s if isinstance(set_up_s, float) else 0.0
-        if self.network is not None and not Search._noise_was_logged and (note := noise_note(self.network)):
+        self.stage = "measuring the network"
+        kinds = ["dense", *self.options.kinds]
+        if self._collectives.residuals.warmup_steps > self._steps_done:
+            kinds += self._kinds_for_warm_up()
+        lanes = self.runner.lanes
+        lanes.grow(min(self.options.lanes or 2, lanes.max_lanes))
+        probes = {kind: self._collectives.probe(kind) for kind in dict.fromkeys(kinds)}
+        network = self.network.measure(
+            lanes.groups, self.runner.device, probes, self._known_trace.nbytes, self.budget.left_s
+        )
+        set_up_s = network.meta.get(WARM_UP)
+        self.budget.set_up_s += set_up_s if isinstance(set_up_s, float) else 0.0
+        if not Search._noise_was_logged and (note := noise_note(network)):
             Search._noise_was_logged = True
             self._warn(note)
 
-    def renew_network(self, options: TuningOptions) -> None:
+    def renew_network(self) -> None:
         """Calibrate the network, or measure it again, where it predicts the layout in force worse than before."""
-        for renew in (partial(self._calibrate, several_lanes=False), partial(self.measure, options)):
-            if self._decide(self.live_network.outdated(self._known_trace, self.best, self._policy.max_drift)):
+        if self.network.known is None:  # the first search was not worth while
+            self.measure()
+        for renew in (partial(self._calibrate, several_lanes=False), self.measure):
+            if self.as_rank_0(self.network.outdated(self._known_trace, self.best, self.policy.max_drift)):
                 renew()
 
-    # Trials.
+    def _calibrate(self, several_lanes: bool) -> bool:
+        """Calibrate the network, and how long computing takes, by the trials so far; whether the network changed."""
+        self.trace = self.network.trace_under(self._known_trace, self.best, self.trials[0])
+        return self.network.calibrate(self.trace, self.trials, several_lanes)
 
-    def warm_up(self, options: TuningOptions) -> Schedule[None]:
+    # Propose and try.
+
+    def warm_up(self) -> Schedule[None]:
         """While an exchange with residuals must wait, search among those without, so that these steps are fast, too."""
-        assert self.network is not None
-        if self._runner.timer.steps_done >= self._collectives.residuals.warmup_steps:
+        assert self.network.known is not None
+        if self._steps_done >= self._collectives.residuals.warmup_steps:
             return
-        kinds = [kind for kind in self._warm_up_kinds(options) if kind in self.network.curves]
-        yield from self.run(replace(options, kinds=tuple(kinds)))
-        self._enter(f"running {self.best.label} while training warms up")
-        waited = self._collectives.residuals.warmup_steps - self._runner.timer.steps_done
+        kinds = [kind for kind in self._kinds_for_warm_up() if kind in self.network.known.curves]
+        yield from self.run(replace(self.options, kinds=tuple(kinds)))
+        self.stage = f"running {self.best.label} while training warms up"
+        waited = self._collectives.residuals.warmup_steps - self._steps_done
         yield from steps(waited)
         self._began_at += waited  # steps of training, not of the search
 
-    def run(self, options: TuningOptions) -> Schedule[None]:
-        """Try candidates on one lane, which shows the cost of messages; then on several, which shows their contention;
-        then once more with both known."""
-        yield from self._try_candidates(replace(options, lanes=1))
-        self._calibrate(several_lanes=False)
-        yield from self._try_candidates(options)
-        if self._calibrate(several_lanes=True):
-            yield from self._try_candidates(options)
+    def run(self, options: TuningOptions, found: Sequence[Candidate] = ()) -> Schedule[None]:
+        """Plan, try and calibrate as long as rank 0 finds it worth while; the fastest layout is in force then.
 
-    def try_layout(self, label: str, plan: Plan | None) -> Schedule[None]:
-        """Compare a layout with the best so far, unless it was tried already or no gain is predicted."""
-        assert self.network is not None
-        trace, before = self._known_trace, self.best
-        expected = expected_gain(trace, plan, before, self.network, self._policy)
-        simulated = simulated_gain(trace, plan, before.plan, self.network)
-        more_faithful = error_of_layout(trace, plan) < error_of_layout(trace, before.plan)
-        if more_faithful and expected >= -PRICE_OF_FIDELITY:
-            expected += PRICE_OF_FIDELITY + self._policy.min_predicted_gain
-        if any(trial.plan == plan for trial in self.trials) or not self.goes_on(expected):
-            return
-        self._enter(f"trying {label}")
-        min_gain = allowed_loss(before, self.trials) if more_faithful else self._policy.min_gain
-        best, tried, faster = yield from self._live.challenge(
-            before, label, plan, min_gain=min_gain, in_doubt=more_faithful
+        ``found``: candidates that are known already.
+        """
+        done, changed = Verb.START, False
+        while True:
+            tried = self._tried(found, done, changed)
+            verb, number = Action.of(self.as_rank_0(next_action(tried, self.policy).number))
+            if verb == Verb.STOP:
+                return
+            if verb == Verb.TRY:
+                (label, plan), found = found[number], found[number + 1 :]
+                yield from self._try(label, plan, tried)
+                continue
+            done, found = verb, []
+            if verb in (Verb.CALIBRATE_COSTS, Verb.CALIBRATE_CONTENTION):
+                changed = self._calibrate(several_lanes=verb == Verb.CALIBRATE_CONTENTION)
+            else:
+                found = yield from self._plan(replace(options, lanes=1) if verb == Verb.PLAN_ON_ONE_LANE else options)
+
+    def _tried(self, found: Sequence[Candidate], done: Verb, changed: bool) -> Tried:
+        network, left_s = self.network.known, self.budget.left_s
+        assert network is not None
+        failed = bool(self.failure)
+        return Tried(
+            self._known_trace, network, self.best, self.trials, found, done, changed, failed, left_s, self._is_over
         )
-        if more_faithful or (1 - tried.step_s / best.step_s) / 2 < simulated < math.inf:
-            tried = replace(tried, doubtful=False)  # what was measured had been predicted, or noise does no harm
-        self._beaten = best if faster else self._beaten
-        self.trials = [*(best if trial.plan == before.plan else trial for trial in self.trials), tried]
-        self._best = tried if faster else best
-
-    def win_again(self, kept: Trial) -> Schedule[None]:
-        """Have a plan win once more against the layout that it beat; the faster one is the best, and in force."""
-        self._enter(f"trying {kept.label} once more, since noise could have won")
-        beaten = self._beaten
-        assert beaten is not None  # by the doubtful win
-        yield from self._live.change_to(beaten.plan)
-        other = yield from self._live.timed(beaten.label, beaten.plan)
-        self._budget.charge(len(other.steps) * (other.step_s - kept.step_s))
-        other, again, faster = yield from self._live.challenge(other, kept.label, kept.plan, to_the_end=True)
-        tried = {trial.plan: trial for trial in self.trials} | {other.plan: other, again.plan: again}
-        best = self._best = replace(again if faster else other, doubtful=False)
-        self.trials = [best if trial.plan == best.plan else trial for trial in tried.values()]
-
-    def cut_graphs(self) -> Schedule[None]:
-        """Have graphs compiled once more, cut where the best layout needs it, and keep what is fastest."""
-        can_change = self._graphs.can_change
-        if not self._decide(can_change and not self._held()):
-            self._cuts.keep(self.best.plan, self._known_trace, self.network)
-            if can_change and self._graphs.parts is None:  # the plan needs fewer cuts
-                self._cuts.lines = [HELD_EARLY]
-            return
-        if self._decide(self.best.doubtful and self.best.plan is not None):  # before graphs are compiled for it alone
-            yield from self.win_again(self.best)
-        self._enter(f"compiling for {self.best.label}")
-        yield from self._cuts.settle(self.best, self.trials, self._known_trace, self.network)
-        self.trials, self._best = self._cuts.trials, self._cuts.best
-        if self.network is not None:  # predictions know computing with the cuts in force
-            self.trace = self.live_network.computed_faster(self._known_trace, self.best, self.trials[0])
-
-    def _try_candidates(self, options: TuningOptions) -> Schedule[None]:
-        """Try the candidates that have not been tried and are predicted to gain, the most promising first."""
-        if self.failure or not self.goes_on():
-            return
-        self._enter("planning")
-        for label, plan in (yield from self._plan(options)):
-            yield from self.try_layout(label, plan)
 
     def _plan(self, options: TuningOptions) -> Schedule[Candidates]:
         """Have rank 0 plan while training continues; returns its candidates, on every rank."""
-        assert self.network is not None
-        make = partial(candidates, options, self._known_trace, self.network, self._policy)
-        planner = BackgroundPlanner(make, self._runner.lanes.control)
+        assert self.network.known is not None
+        self.stage = "planning"
+        make = partial(candidates, options, self._known_trace, self.network.known, self.policy)
+        planner = BackgroundPlanner(make, self._control)
         yield
         while not planner.done():
             yield
         found, self.failure = planner.outcome()
         if self.failure:
-            self._warn(f"planning failed, {self._runner.layout.default_label} stay: {self.failure}")
-        return [(label, plan) for label, plan in found if plan.lanes <= self._runner.lanes.max_lanes]
+            self._warn(f"planning failed, {self.default_label} stay: {self.failure}")
+        return [(label, plan) for label, plan in found if plan.lanes <= self.runner.lanes.max_lanes]
 
-    def _calibrate(self, several_lanes: bool) -> bool:
-        """Calibrate the network, and how long computing takes, by the trials so far; whether the network changed."""
-        self.trace = self.live_network.computed_faster(self._known_trace, self.best, self.trials[0])
-        return self.live_network.calibrate(self.trace, self.trials, several_lanes)
+    def _try(self, label: str, plan: Plan | None, tried: Tried) -> Schedule[None]:
+        """Compare a layout with the best so far; the faster one is the best, and in force."""
+        before, (_, simulated, more_faithful, min_gain) = self.best, terms(tried, plan, self.policy)
+        self.stage = f"trying {label}"
+        best, challenger, faster = yield from self._challenge(
+            before, label, plan, min_gain=min_gain, in_doubt=more_faithful
+        )
+        if more_faithful or (1 - challenger.step_s / best.step_s) / 2 < simulated < inf:
+            challenger = replace(challenger, doubtful=False)  # it had been predicted, or noise does no harm
+        self._beaten = best if faster else self._beaten
+        self.trials = [*(best if trial.plan == before.plan else trial for trial in self.trials), challenger]
+        self._best = challenger if faster else best
 
-    def _warm_up_kinds(self, options: TuningOptions) -> list[str]:
-        return warm_up_kinds(options.kinds, self._collectives, self._runner.parameters)
+    def win_again(self, kept: Trial) -> Schedule[None]:
+        """Have a plan win once more against the layout that it beat; the faster one is the best, and in force."""
+        self.stage = f"trying {kept.label} once more, since noise could have won"
+        beaten = self._beaten
+        assert beaten is not None  # by the doubtful win
+        self.runner.use_plan(beaten.plan)
+        yield from self.settle()
+        other = yield from self._timed(beaten.label, beaten.plan)
+        self.budget.charge(len(other.steps) * (other.step_s - kept.step_s))
+        other, again, faster = yield from self._challenge(other, kept.label, kept.plan, to_the_end=True)
+        tried = {trial.plan: trial for trial in self.trials} | {other.plan: other, again.plan: again}
+        best = self._best = replace(again if faster else other, doubtful=False)
+        self.trials = [best if trial.plan == best.plan else trial for trial in tried.values()]
+
+    def _challenge(
+        self,
+        best: Trial,
+        label: str,
+        plan: Plan | None,
+        to_the_end: bool = False,
+        min_gain: float | None = None,
+        in_doubt: bool = False,
+        also: Callable[[bool], None] = lambda _: None,
+    ) -> Schedule[tuple[Trial, Trial, bool]]:
+        """Compare a plan with the layout in force, ``best``; the faster one is in force afterwards.
+
+        Returns both trials, with all their steps, and whether the plan was faster. ``to_the_end``: whatever it costs.
+        ``min_gain``: in place of the policy's. ``in_doubt``: whether the plan stays where the steps do not tell.
+        ``also(ours)``: what changes with the plan, to ours or back.
+        """
+
+        def change(ours: bool) -> None:
+            if plan != best.plan:
+                self.runner.use_plan(plan if ours else best.plan)
+            also(ours)
+
+        policy = self.policy if min_gain is None else replace(self.policy, min_gain=min_gain)
+        layouts = (best.label, best.plan), (label, plan)
+        theirs, tried, challenger_runs = best, Trial(label, plan, ()), False
+        pairs: list[tuple[Block, Block]] = []
+        while True:
+            # The layout that runs goes on, then the other one: A B B A A B … has the fewest changes.
+            first = yield from self._timed(*layouts[challenger_runs])
+            theirs = theirs if challenger_runs else first
+            challenger_runs = not challenger_runs
+            change(challenger_runs)
+            second = yield from self._timed_after_change(*layouts[challenger_runs], reference=theirs)
+            theirs, ours = (first, second) if challenger_runs else (second, first)
+            best, tried = best.with_more(theirs), tried.with_more(ours)
+            pairs.append((theirs.steps_s, ours.steps_s))
+            if (found := self._judged(pairs, policy, to_the_end, in_doubt)).verdict != "undecided":
+                break
+        faster = found.verdict == "faster"
+        if faster != challenger_runs:
+            change(faster)
+            yield from self.settle()
+        return best, replace(tried, result=in_words(found, pairs), doubtful=found.doubtful), faster
+
+    def _timed_after_change(self, label: str, plan: Plan | None, reference: Trial) -> Schedule[Trial]:
+        """Time a layout that was changed to; what it took longer than the layout in force is charged to the budget."""
+        yield from self.settle()
+        trial = yield from self._timed(label, plan)
+        since_change = self.runner.timer.last_steps(len(trial.steps) + self.policy.settle_steps)
+        whole_s = [StepTimes.of(step, self.runner.timer.clock).whole_s for step in since_change]
+        self.budget.charge(sum(whole_s) - len(whole_s) * reference.step_s)
+        return trial
+
+    def _judged(self, pairs: Pairs, policy: TuningPolicy, to_the_end: bool, in_doubt: bool) -> Comparison:
+        """This rank's comparison of these pairs, with rank 0's verdict."""
+        end_now = self._is_over or (self.budget.left_s <= 0 and not to_the_end)
+        found = judge(pairs, policy, end_now, in_doubt)
+        return found._replace(verdict=VERDICTS[self.as_rank_0(VERDICTS.index(found.verdict))])
+
+    # Graphs of a compiled model.
+
+    def cut_graphs(self) -> Schedule[None]:
+        """Have graphs compiled once more, cut where the best layout needs it, and keep what is fastest."""
+        graphs, can_change = self._graphs, self._graphs.can_change
+        if not self.as_rank_0(can_change and not self.held):
+            keep_cuts(graphs, self.best.plan, self._known_trace, self.network.known, self.policy)
+            if can_change and graphs.parts is None:  # the plan needs fewer cuts
+                self.cut_lines = [HELD_EARLY]
+            return
+        if self.as_rank_0(self.best.doubtful and self.best.plan is not None):  # before graphs are compiled
+            yield from self.win_again(self.best)
+        self.stage = f"compiling for {self.best.label}"
+        cuts = CutSearch(graphs, self.policy, self.best, self.trials, self._known_trace, self.network.known)
+        for versions, own_choice in cuts.offers():
+            if chosen := self.as_rank_0(own_choice):
+                yield from self._try_version(cuts, versions[chosen - 1])
+        cuts.end()
+        self.cut_lines, self.trials, self._best = cuts.lines, cuts.trials, cuts.best
+        if self.network.known is not None:  # predictions know computing with the cuts in force
+            self.trace = self.network.trace_under(self._known_trace, self._best, self.trials[0])
+
+    def _try_version(self, cuts: CutSearch, version: Version) -> Schedule[None]:
+        """Compile a version, whose first step no trial counts, and keep it if it is faster than the best."""
+        graphs, best, before = self._graphs, cuts.best, self._graphs.parts
+        graphs.cut_for(version.parts)
+        yield from steps(self.policy.warmup_steps)
+        graphs.cut_for(before)
+        yield from self.settle()
+        again, tried, faster = yield from self._challenge(
+            replace(best, steps=(), detailed=()),
+            version.label,
+            version.plan,
+            min_gain=cuts.min_gain(version),
+            in_doubt=version.plan == best.plan,
+            also=lambda ours: graphs.cut_for(version.parts if ours else before),
+        )
+        cuts.note(version, before, again, tried, faster)
+
+    # What is known.
+
+    @property
+    def default_label(self) -> str:
+        return self.runner.layout.default_label
+
+    @property
+    def best(self) -> Trial:
+        """The fastest layout so far, which is in force."""
+        assert self._best is not None  # once a layout has been timed
+        return self._best
 
     @property
     def _known_trace(self) -> Trace:
         assert self.trace is not None  # once a step has been profiled
         return self.trace
 
+    @property
+    def _control(self) -> Group:
+        return self.runner.lanes.control
+
+    @property
+    def _steps_done(self) -> int:
+        return self.runner.timer.steps_done
+
+    def _kinds_for_warm_up(self) -> list[str]:
+        return warm_up_kinds(self.options.kinds, self._collectives, self.runner.parameters)
+
     def _warn(self, text: str) -> None:
         """Log a warning on rank 0; not by ``warnings``, which under -W error would stop this rank alone."""
-        if text and dist.get_rank(self._runner.lanes.control) == 0:
+        if text and dist.get_rank(self._control) == 0:
             log.warning("anabranch: %s", text)
+
+
+def steps(count: int) -> Schedule[None]:
+    """Wait ``count`` steps."""
+    yield from [None] * count

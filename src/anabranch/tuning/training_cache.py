@@ -21,10 +21,12 @@ from anabranch.exchange.contracts import Group
 from anabranch.exchange.parameters import model_parts
 from anabranch.observe.environment import lab_note, network_note
 from anabranch.observe.recorder import described_input
+from anabranch.tuning.candidates import warm_up_kinds
 from anabranch.tuning.options import TuningOptions
 from anabranch.tuning.plan_cache import CachedChoice, CacheKey, Entry, PlanCache, log, plan_cache
 from anabranch.values.errors import PlanError
 from anabranch.values.files import dumps
+from anabranch.values.kinds.names import DENSE
 from anabranch.values.network import Network
 from anabranch.values.plan import Plan
 from anabranch.values.trace import Trace
@@ -154,8 +156,17 @@ class TrainingCache:
         sizes = {tensor.name: tensor.numel for tensor in choice.trace.tensors}
         if sizes != {name: parameter.numel() for name, parameter in self._parameters.items()}:
             raise PlanError("its trace has other gradients than this model trains")
-        if choice.plan is not None and choice.plan.lanes > max_lanes:
+        if choice.plan is None:
+            return
+        if choice.plan.lanes > max_lanes:
             raise PlanError(f"its plan needs {choice.plan.lanes} lanes: expected at most {max_lanes}")
+        kinds, collectives = options.kinds, self._collectives
+        while_waiting = (
+            warm_up_kinds(kinds, collectives, self._parameters) if collectives.residuals.warmup_steps else ()
+        )
+        for bucket in choice.plan.buckets:
+            if bucket.collective not in (DENSE, *kinds, *while_waiting):
+                raise PlanError(f"its plan sends gradients by {bucket.collective}, which this training did not ask for")
 
 
 def agree_on_cached(

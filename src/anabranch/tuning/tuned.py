@@ -80,12 +80,12 @@ class Tuned:
     @property
     def trace(self) -> Trace | None:
         """The recorded trace, the slowest rank's at every gradient; None before profiling is over."""
-        return self._tuner.trace if self._tuner is not None else None
+        return self._tuner.search.trace if self._tuner is not None else None
 
     @property
     def network(self) -> Network | None:
         """The network as measured or given; None before it is measured."""
-        return self._tuner.network if self._tuner is not None else None
+        return self._tuner.search.network.known if self._tuner is not None else None
 
     @property
     def timeline(self) -> Timeline | None:

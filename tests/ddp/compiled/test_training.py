@@ -1,7 +1,6 @@
 """Training compiled models: the weights of DDP, gradients that leave part by part, and how often torch compiles."""
 
 import json
-import math
 import warnings
 from collections.abc import Sequence
 from dataclasses import replace
@@ -14,9 +13,10 @@ import torch
 from anabranch import Bucket, Lean, Network, OkTopk, Plan, Trace
 from anabranch import planning as planners
 from anabranch.exchange.launcher import BucketLauncher
-from anabranch.tuning import search
-from anabranch.tuning.live_network import LiveNetwork
-from anabranch.tuning.live_trials import LiveTrials
+from anabranch.tuning.calibration import CalibratedNetwork
+from anabranch.tuning.decide import Comparison, Pairs
+from anabranch.tuning.policy import TuningPolicy
+from anabranch.tuning.search import HELD_EARLY
 from anabranch.tuning.trial import Trial
 from anabranch.values.kinds.names import kind_of
 from ddp.compiled import residual
@@ -24,6 +24,7 @@ from ddp.compiled.models import LAYERS, ORDERS, Log, compiled, forget_compiled, 
 from observe.trace_events import check_format, of_rank
 from parallel.twins import SCENARIOS, ring, steps
 from ranks import cases_on_ranks, on_ranks
+from tuning.given_times import give_times, note_comparisons
 
 
 def in_pairs(trace: Trace, network: Network) -> Plan:
@@ -96,13 +97,13 @@ def test_the_weights_of_ddp_with_one_recompilation(scenario: str) -> None:
 def believed(rank: int) -> tuple[str, str]:
     """The label of the trial whose computing predictions were made with last, and what is in force."""
     labels = []
-    faster = LiveNetwork.computed_faster
+    faster = CalibratedNetwork.trace_under
 
-    def noted(self: LiveNetwork, trace: Trace, best: Trial, first: Trial) -> Trace:
+    def noted(self: CalibratedNetwork, trace: Trace, best: Trial, first: Trial) -> Trace:
         labels.append(best.label)
         return faster(self, trace, best, first)
 
-    LiveNetwork.computed_faster = noted  # type: ignore[method-assign]
+    CalibratedNetwork.trace_under = noted  # type: ignore[method-assign]
     explained = trained(rank, "compile(DP)", "keeps the plan", "", {})["explained"]
     return labels[-1], explained
 
@@ -122,10 +123,16 @@ def test_later_searches_compile_nothing() -> None:
         assert "cut where buckets end" in answer["explained"]
 
 
+def with_equal_times(rank: int, options: dict[str, Any]) -> dict[str, Any]:
+    """Every trial takes as long as every other, so that a cut is not measured to cost anything."""
+    give_times(lambda plan: 1e-2)
+    return trained(rank, "compile(DP)", "keeps the plan", "", options)
+
+
 @pytest.mark.slow
 def test_a_policy_may_allow_more_versions() -> None:
     dear = {"policy": replace(SCENARIOS["keeps the plan"], cut_share=1e6, recompilations=3)}  # keeps whatever it tries
-    for answer in on_ranks(trained, 2, "compile(DP)", "keeps the plan", "", dear):
+    for answer in on_ranks(with_equal_times, 2, dear):
         assert answer["apart"] < 1e-6
         first, *again = sorted(set(answer["compiled"]))
         assert first == 0 and 1 <= len(again) <= 3, "DDP has one bucket: its graph may have been compiled before"
@@ -212,16 +219,16 @@ def test_a_given_plan_is_compiled_once_and_each_bucket_leaves_when_its_part_ends
 def doubtful(rank: int) -> dict[str, Any]:
     """A plan has won by luck: the steps in which it was tried once more, and those in which graphs were compiled."""
     decided: list[str] = []  # by verdict, the stage
-    search.simulated_gain = lambda *_: math.inf  # type: ignore[attr-defined]
+    give_times(lambda plan: 4e-3 if plan is None else 1e-3)  # which nobody had predicted
     log, (_, net) = Log(), pair()
     options = {"planner": in_pairs, "lanes": 1, "profile_steps": 2, "network": ring()}
     made, called = compiled(net, "compile(DP)", log, policy=SCENARIOS["keeps the plan"], **options)
 
-    def verdict(self: LiveTrials, *_: Any) -> str:
+    def note(pairs: Pairs, policy: TuningPolicy, found: Comparison) -> Comparison:
         decided.append(f"{made.explain().splitlines()[0]} after {len(set(log.compiled))} compilations")
-        return "faster"
+        return found._replace(verdict="faster")
 
-    LiveTrials._verdict = verdict  # type: ignore[method-assign,assignment]
+    note_comparisons(note)
     for log.step in range(24):
         called(inputs(rank, log.step)).square().mean().backward()
     return {"decided": decided, "explained": made.explain()}
@@ -260,7 +267,7 @@ def test_a_search_that_is_ended_early_keeps_fine_cuts_and_says_so(planner: str) 
         assert f"running {planner}" in answer["explained"]
         assert answer["compiled"] == [0] * LAYERS, "nothing is compiled again"
         needs_fewer = planner == "in_pairs"
-        assert (search.HELD_EARLY in answer["explained"]) == needs_fewer
+        assert (HELD_EARLY in answer["explained"]) == needs_fewer
         assert ("parts, cut finely." in answer["explained"]) == needs_fewer, "per_tensor needs every cut"
 
 
@@ -268,7 +275,7 @@ def test_a_search_that_is_ended_early_keeps_fine_cuts_and_says_so(planner: str) 
 def test_a_search_that_may_take_no_more_steps_still_compiles_for_its_plan() -> None:
     for answer in on_ranks(ended_early, 2, "in_pairs", False):
         assert "running in_pairs, graphs cut for it" in answer["explained"]
-        assert answer["compiled"] != [0] * LAYERS and search.HELD_EARLY not in answer["explained"]
+        assert answer["compiled"] != [0] * LAYERS and HELD_EARLY not in answer["explained"]
 
 
 def compressed(rank: int, kind: str, lean: bool) -> dict[str, Any]:

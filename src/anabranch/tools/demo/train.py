@@ -39,7 +39,7 @@ from anabranch.tools.demo.trainings import (
     new_model,
 )
 from anabranch.tools.report.documents import BASELINE, OURS, Benchmark
-from anabranch.tuning.candidates import predicted_s, prediction_s
+from anabranch.tuning.predictions import predicted_s, prediction_s
 from anabranch.values.files import load_bundled_trace
 from anabranch.values.plan import Plan
 

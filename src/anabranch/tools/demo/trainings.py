@@ -24,8 +24,8 @@ from anabranch.parallel import DataParallel
 from anabranch.tools.bench.contestants import Contestant
 from anabranch.tools.demo.text import CharTransformer, StandardLibrary
 from anabranch.tools.report.documents import BASELINE, OURS, DemoTraining
-from anabranch.tuning.candidates import prediction_s
 from anabranch.tuning.explain import in_short
+from anabranch.tuning.predictions import prediction_s
 from anabranch.values.files import save
 from anabranch.values.kinds.options import OkTopk
 

@@ -118,7 +118,7 @@ class SimulateDocument(PredictedStep):
 
 @dataclass(frozen=True, slots=True)
 class ComparedPlanner(_Read):
-    """One planner's plan, or the plan for one way to compress, and what is predicted of it.
+    """One planner's plan, or the plan for one compression, and what is predicted of it.
 
     ``speedup`` is over DDP's default. ``lower_bound_s`` is what no plan on as many lanes that sends everything in full
     can finish before, and ``above_bound`` how much later, as a share of it, this one does. The low and high iteration
@@ -149,7 +149,7 @@ class ComparedPlanner(_Read):
 class CompareDocument(_Read):
     """``compare --json``; ``trace`` and ``network`` as they were named on the command line.
 
-    ``compressed``: the plan for each way to compress, which ``assumptions`` are for. ``best`` is of ``rows``.
+    ``compressed``: the plan for each compression, which ``assumptions`` are for. ``best`` is of ``rows``.
     """
 
     command: Literal["compare"] = "compare"
@@ -169,7 +169,7 @@ class CompareDocument(_Read):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryMode(_Read):
-    """The peak of one way to train: bytes by kind of object, their sum, and when in a step it occurs (``at``).
+    """The peak of one training mode: bytes by kind of object, their sum, and when in a step it occurs (``at``).
 
     ``measured_nbytes`` is printed with --measure only.
     """
@@ -290,7 +290,7 @@ class Benchmark(_Read):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchDocument(_Read):
-    """``bench --json``; it also prints what follows from the turns, which is computed anew on reading."""
+    """``bench --json``; it also prints what follows from the turns, which is computed again on reading."""
 
     command: Literal["bench"] = "bench"
     benchmarks: tuple[Benchmark, ...]
@@ -325,10 +325,10 @@ class DemoTraining(_Read):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DemoDocument(_Read):
-    """``demo --json``: trainings of one model in several ways, those that send less for more steps than DDP.
+    """``demo --json``: trainings of one model under several setups; those that send less have more steps than DDP.
 
     link         the network between the ranks, in words
-    benchmark    the steps of all ways and of computing alone, in turns
+    benchmark    the steps of all setups and of computing alone, in turns
     fast         the same of some of them on faster links; None where nothing was slowed down
     replayed     DDP and DataParallel on the same faster links, for a model that just about keeps them busy
     """

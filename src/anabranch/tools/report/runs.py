@@ -100,7 +100,7 @@ def file_table(runs: Runs) -> Table:
 def read_runs(paths: Iterable[Path]) -> Runs:
     """The content of these files, and of the files in these folders; FileError for a broken or unknown file.
 
-    A folder may hold unknown files beside the known ones: they are skipped, and named in ``skipped``.
+    A folder may also hold unknown files: they are skipped, and named in ``skipped``.
     """
     runs = Runs()
     for path in paths:

@@ -1,6 +1,6 @@
 """Where a compiled model is cut in the end: whatever was measured to be the fastest, and nothing compiled in vain."""
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
@@ -8,9 +8,7 @@ import pytest
 
 from anabranch import Network, Plan, TensorSpec, Trace
 from anabranch import planning as planners
-from anabranch.tuning.cut_trials import CutTrials
-from anabranch.tuning.graph_cuts import parts_of_ddp, step_in_parts_s
-from anabranch.tuning.live_trials import LiveTrials
+from anabranch.tuning.graph_cuts import CutSearch, parts_of_ddp, step_in_parts_s
 from anabranch.tuning.policy import DEFAULT_POLICY, TuningPolicy
 from anabranch.tuning.trial import StepTimes, Trial
 
@@ -73,35 +71,34 @@ class Live:
         added_s = self.cut_s * self.graphs.cuts_for(parts)
         return TRACE.scaled(1 + added_s / (TRACE.forward_s + TRACE.backward_s))
 
-    def challenge(
-        self,
-        best: Trial,
-        label: str,
-        plan: Plan | None,
-        min_gain: float = DEFAULT_POLICY.min_gain,
-        in_doubt: bool = False,
-        also: Callable[[bool], None] = lambda _: None,
-    ) -> Generator[None, None, tuple[Trial, Trial, bool]]:
-        theirs = self.trial(best.label, best.plan)
-        also(True)
-        ours = self.trial(label, plan)
-        faster = 1 - ours.step_s / theirs.step_s > min_gain
-        also(faster)
-        yield
-        return best.with_more(theirs), ours, faster
+    def search(self, policy: TuningPolicy, best: Trial, trials: Sequence[Trial]) -> CutSearch:
+        return CutSearch(cast(Any, self.graphs), policy, best, trials, self.trace(None), NETWORK)
+
+    def settle(self, cuts: CutSearch, decide: Callable[[int], int] = int) -> None:
+        """Try what is offered; the faster version stays."""
+        for versions, choice in cuts.offers():
+            if not (chosen := decide(choice)):
+                continue
+            version, before = versions[chosen - 1], self.graphs.parts
+            again = self.trial(cuts.best.label, cuts.best.plan)
+            self.graphs.cut_for(version.parts)
+            tried = self.trial(version.label, version.plan)
+            faster = 1 - tried.step_s / again.step_s > cuts.min_gain(version)
+            self.graphs.cut_for(version.parts if faster else before)
+            cuts.note(version, before, again, tried, faster)
+            assert not self.graphs.settled
+        cuts.end()
 
 
 def settled(
     cut_s: float, saved_s: float = 0.0, decide: Callable[[int], int] = int, policy: TuningPolicy = DEFAULT_POLICY
-) -> tuple[CutTrials, Graphs]:
+) -> tuple[CutSearch, Graphs]:
     """The trials of a model whose cuts cost so much."""
     graphs = Graphs()
     live = Live(graphs, cut_s, saved_s)
-    cuts = CutTrials(cast(Any, graphs), cast(LiveTrials, live), policy, decide)
     trials = [live.trial("own", None), live.trial("optimal", PLAN)]
-    best = min(trials, key=lambda trial: trial.step_s)
-    for _ in cuts.settle(best, trials, live.trace(None), NETWORK):
-        assert not graphs.settled
+    cuts = live.search(policy, min(trials, key=lambda trial: trial.step_s), trials)
+    live.settle(cuts, decide)
     assert graphs.settled
     assert cuts.best in cuts.trials
     if policy.min_gain > 0:
@@ -122,14 +119,13 @@ def test_one_version_is_compiled_and_one_slower_than_ddps_is_named(cut_s: float,
     cuts, graphs = settled(cut_s, saved_s)
     assert len(graphs.compiled) <= 2, "graphs that are cut finely, and one version with fewer cuts"
     ddp = Live(Graphs(parts_of_ddp(TRACE)), cut_s, saved_s).trial("DDP", None)
-    assert cuts.best is not None
     if cuts.best.step_s > 1.01 * ddp.step_s:
         assert len(graphs.compiled) == 2 and "would try it" in cuts.lines[-1]
 
 
 def test_cheap_cuts_are_compiled_once_more_for_the_plan() -> None:
     cuts, graphs = settled(cut_s=1e-5)
-    assert cuts.best is not None and cuts.best.plan == PLAN
+    assert cuts.best.plan == PLAN
     assert cuts.best.label == "optimal, graphs cut for it"
     assert len(graphs.compiled) == 2 and graphs.parts is not None
     (line,) = cuts.lines
@@ -138,7 +134,7 @@ def test_cheap_cuts_are_compiled_once_more_for_the_plan() -> None:
 
 def test_where_little_is_expected_nothing_is_compiled() -> None:
     cuts, graphs = settled(cut_s=1e-5, policy=replace(DEFAULT_POLICY, min_gain=0.3))
-    assert cuts.best is not None and cuts.best.label == "optimal"
+    assert cuts.best.label == "optimal"
     assert graphs.compiled == [LAYERS - 1] and graphs.parts is None
     (line,) = cuts.lines
     assert "instead of 15 a step is expected to gain less than 30%, so nothing was compiled again" in line
@@ -146,11 +142,11 @@ def test_where_little_is_expected_nothing_is_compiled() -> None:
 
 def test_dear_cuts_are_named_and_tried_by_those_who_allow_it() -> None:
     cuts, graphs = settled(cut_s=8e-3)
-    assert cuts.best is not None and cuts.best.label == "optimal, graphs cut for it"
+    assert cuts.best.label == "optimal, graphs cut for it"
     assert "optimal, graphs cut for it, other cuts (cuts: 1) may take" in cuts.lines[-1]
     assert "TuningPolicy(recompilations=2) would try it" in cuts.lines[-1]
     cuts, graphs = settled(cut_s=8e-3, policy=replace(DEFAULT_POLICY, recompilations=2))
-    assert cuts.best is not None and cuts.best.label == "optimal, graphs cut for it, other cuts"
+    assert cuts.best.label == "optimal, graphs cut for it, other cuts"
     assert graphs.cuts_for(graphs.parts) == 1 and len(graphs.compiled) == 3
 
 
@@ -159,12 +155,11 @@ def test_a_plan_that_needs_all_cuts_is_compared_with_ddps_version_where_cuts_may
     graphs = Graphs()
     live = Live(graphs, cut_s=2e-3)
     live.saved_s = live.trial("own", None).step_s - live.trial("no merging", fine).step_s  # so they are as fast
-    cuts = CutTrials(cast(Any, graphs), cast(LiveTrials, live), replace(DEFAULT_POLICY, cut_share=0.0), int)
     trials = [live.trial("own", None), live.trial("no merging", fine)]
-    for _ in cuts.settle(trials[1], trials, live.trace(None), NETWORK):
-        pass
+    cuts = live.search(replace(DEFAULT_POLICY, cut_share=0.0), trials[1], trials)
+    live.settle(cuts)
     assert graphs.compiled[-1] == graphs.cuts_for(parts_of_ddp(TRACE))
-    assert cuts.best is not None and cuts.best.plan is None
+    assert cuts.best.plan is None
     cuts, graphs = settled(cut_s=8e-3, policy=replace(DEFAULT_POLICY, recompilations=0))
     assert graphs.compiled == [LAYERS - 1]
 
@@ -173,16 +168,16 @@ def test_a_plan_that_needs_all_cuts_is_compared_with_ddps_version_where_cuts_may
 def test_a_version_is_expected_to_take_what_it_takes(cut_s: float) -> None:
     graphs = Graphs()
     live = Live(graphs, cut_s, saved_s=1e-3)
-    cuts = CutTrials(cast(Any, graphs), cast(LiveTrials, live), DEFAULT_POLICY, int)
     trials = [live.trial("own", None), live.trial("optimal", PLAN)]
-    for version in cuts._versions(trials[1], trials[0], live.trace(None), NETWORK, cut_s):
+    cuts = live.search(DEFAULT_POLICY, trials[1], trials)
+    for version in cuts._versions(cut_s):
         graphs.parts = version.parts
         assert version.expected_s == pytest.approx(live.trial("", version.plan).step_s), version.label
 
 
 def test_ddps_own_buckets_and_cuts_are_compiled_where_they_are_expected_to_be_fastest() -> None:
     cuts, graphs = settled(cut_s=1e-3, saved_s=least_saved_s() - 1e-6)  # the plan is hardly faster, with more cuts
-    assert cuts.best is not None and cuts.best.plan is None
+    assert cuts.best.plan is None
     assert cuts.best.label == "own, DDP's cuts"
     assert graphs.parts is not None and [len(part) for part in graphs.parts] == [1, LAYERS - 1]
     assert len(graphs.compiled) == 2
@@ -190,7 +185,7 @@ def test_ddps_own_buckets_and_cuts_are_compiled_where_they_are_expected_to_be_fa
 
 def test_fine_cuts_stay_where_they_are_clearly_faster() -> None:
     cuts, graphs = settled(cut_s=-1e-3)  # as where the plan's own cuts happen to fall badly
-    assert cuts.best is not None and cuts.best.label == "optimal"
+    assert cuts.best.label == "optimal"
     assert graphs.parts is None
 
 
