@@ -45,7 +45,7 @@ def test_a_real_cpu_profile(recorded: tuple[Path, nn.Module]) -> None:
     assert trace.tensors[0].numel == 1280  # the last layer's gradient comes first
     assert trace.tensors[-1].numel in (128, 64 * 128)
     assert {t.dtype for t in trace.tensors} == {"float32"}
-    assert 0 < trace.forward_s < 1 and 0 < trace.tensors[0].ready_s < trace.backward_s < 1
+    assert 0 < trace.forward_s < 60 and 0 < trace.tensors[0].ready_s < trace.backward_s < 60, "seconds"
     assert trace.meta["steps"] == STEPS and trace.meta["model"] == "small" and trace.meta["batch"] == 32
     assert "names of parameters" in str(trace.meta["not_known"])
     network = NetworkRange.preset("10gbe", 8).middle
