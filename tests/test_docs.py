@@ -29,7 +29,7 @@ from ranks import on_ranks
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md") if (ROOT / name).is_file()] + sorted(
-    (ROOT / "docs").glob("*.md")
+    (ROOT / "docs").rglob("*.md")
 )
 pytestmark = pytest.mark.skipif(not (ROOT / "docs").is_dir(), reason="docs/ is not beside the tests")
 
@@ -276,6 +276,36 @@ def test_quick_commands_run(play: Path, monkeypatch: pytest.MonkeyPatch, capsys:
             ran.add(words[0])
     sys.modules.pop("train", None)
     assert ran >= {"compare", "plan", "simulate", "show", "scale", "record", "import-trace", "report"}
+
+
+# Paths.
+
+PATH = re.compile(r"`((?:\w+/)+(?:\w+(?:\.py)?)?)`")  # `planning/prices.py`, `tuning/`, `exchange/residuals`
+
+
+def test_paths_in_the_documents_exist() -> None:
+    """What describes the code names its files and folders, in full or from a room on."""
+    pages = [
+        *sorted((ROOT / "docs" / "design").glob("*.md")),
+        *(ROOT / "docs" / n for n in ("design.md", "how-it-works.md")),
+    ]
+    found = {
+        (page.name, path.rstrip("/"))
+        for page in [*pages, ROOT / "CONTRIBUTING.md"]
+        for path in PATH.findall(prose(page))
+    }
+    assert len(found) > 30
+    known = [
+        path.relative_to(ROOT).with_suffix("").as_posix()
+        for folder in ("src", "tests", "benchmarks", "docs")
+        for path in (ROOT / folder).rglob("*")
+    ]
+    known += ["src", "tests", "benchmarks", "docs"]
+    assert {
+        name
+        for name in found
+        if not any(f"/{one}".endswith("/" + name[1].removesuffix(".py").removesuffix(".md")) for one in known)
+    } == set()
 
 
 # Messages.
