@@ -28,6 +28,7 @@ NETWORKS = ("10gbe", "nvlink+100gbe")
 COMPRESS = ("int8", "oktopk:0.01")
 PRESET_RANKS = 2  # at which a preset is built before it is carried to the world sizes asked for
 MANY_RANKS = 128  # from here on NCCL may prefer trees, whose latency grows with log P
+NOT_COUNTED = "the optimizer's step and the loading of data are not counted"
 OF_LEAN = (
     "lean sends what the same exchange does without it, so its step at the same batch is the same; its optimizer runs "
     "in backward"
@@ -67,8 +68,7 @@ def scale(
     batch           that batch, for all strategies or by name of the strategy; as recorded unless given. The trace's
                     meta must then say for which batch it was recorded.
     assumptions     sentences to add to the result's own, such as how the batches were chosen
-    on_point        called after each point with the network's name, how many of its points are known, and how many
-                    there will be
+    on_point        called after each point with the network's name, how many of its points are known, and of how many
 
     ValueError for an argument that makes no sense; NetworkError for a network that cannot be carried to a world size.
     """
@@ -86,12 +86,8 @@ def scale(
             points.append(point)
             if on_point is not None:
                 on_point(network.name, number, len(world_sizes) * len(kinds))
-    assumed = [
-        *_assumptions(scaling, compute, recorded_batch(trace), batches, world_sizes),
-        *_network_assumptions(ranges, world_sizes),
-        "the optimizer's step and the loading of data are not counted",
-        *([OF_LEAN] if "lean" in kinds.values() else []),
-    ]
+    assumed = _assumptions(scaling, compute, recorded_batch(trace), batches, world_sizes)
+    assumed += [*_network_assumptions(ranges, world_sizes), NOT_COUNTED, *[OF_LEAN] * ("lean" in kinds.values())]
     result = Scaling(
         model=str(trace.meta.get("model", f"{len(trace)} gradients"))[:60],
         scaling=scaling,
