@@ -153,6 +153,7 @@ def test_planning_and_looking_load_no_torch() -> None:
 DOCUMENTED = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 FORBIDDEN_MODULES = {"pickle", "cPickle", "dill", "marshal", "shelve", "cloudpickle"}
 FORBIDDEN_CALLS = {"eval", "exec", "compile", "__import__"}
+PICKLING = {"gather_object", "all_gather_object", "scatter_object_list", "broadcast_object_list", "send_object_list"}
 
 
 def long_functions(tree: ast.Module) -> list[str]:
@@ -178,11 +179,13 @@ def undocumented(tree: ast.Module) -> list[str]:
 
 
 def dangers(tree: ast.AST) -> list[str]:
-    """Anything that would run what a file says."""
+    """Anything that would run what a file or another rank says."""
     found = [name for name in imports(tree) if name.partition(".")[0] in FORBIDDEN_MODULES]
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in FORBIDDEN_CALLS:
             found.append(node.func.id)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in PICKLING:
+            found.append(node.func.attr)
     return found
 
 
@@ -234,8 +237,8 @@ def test_the_checkers_see_bad_imports_and_let_good_ones_pass() -> None:
 
 
 def test_the_checkers_see_bad_shapes() -> None:
-    bad = ast.parse("import pickle\nfrom marshal import loads\neval('1')\nexec('')")
-    assert dangers(bad) == ["pickle", "marshal", "eval", "exec"]
+    bad = ast.parse("import pickle\nfrom marshal import loads\neval('1')\nexec('')\ndist.gather_object(1)")
+    assert dangers(bad) == ["pickle", "marshal", "eval", "exec", "gather_object"]
     bare = ast.parse("def f(): ...\nclass A:\n    def g(self): ...\n    def _h(self): ...")
     assert undocumented(bare) == ["module", "f", "A"]
     assert undocumented(ast.parse('"""M."""\ndef f():\n    """See ``g``."""\ndef g():\n    """Add one."""')) == ["f"]

@@ -70,6 +70,25 @@ def from_all_ranks(payload: bytes, *groups: Group) -> list[bytes]:
     return payloads
 
 
+def to_rank_0(payload: bytes, group: Group) -> list[bytes]:
+    """Every rank's payload, in rank order, on rank 0, which receives one at a time; an empty list on the others.
+
+    The group must send host memory.
+    """
+    if dist.get_rank(group) != 0:
+        dist.send(torch.tensor([len(payload)], dtype=torch.int64), group_dst=0, group=group)
+        dist.send(torch.frombuffer(bytearray(payload), dtype=torch.uint8), group_dst=0, group=group)
+        return []
+    payloads = [payload]
+    for other in range(1, dist.get_world_size(group)):
+        size = torch.zeros(1, dtype=torch.int64)
+        dist.recv(size, group_src=other, group=group)
+        content = torch.zeros(int(size.item()), dtype=torch.uint8)
+        dist.recv(content, group_src=other, group=group)
+        payloads.append(_bytes(content))
+    return payloads
+
+
 def true_on_all_ranks(flag: bool, group: Group) -> bool:
     """Whether ``flag`` is true on every rank; all ranks get the same answer."""
     flags = torch.tensor([flag], dtype=torch.int32, device=wire_device(group))

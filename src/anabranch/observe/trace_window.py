@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import nn
 from torch._compile import _disable_dynamo
 
-from anabranch.exchange.agree import check_same, from_rank_0
+from anabranch.exchange.agree import check_same, from_rank_0, to_rank_0
 from anabranch.exchange.contracts import Group
 from anabranch.observe.clock import Clock
 from anabranch.observe.perfetto import perfetto_document
@@ -150,12 +150,11 @@ class WindowFile:
     def write(self, recording: Mapping[str, Any], facts: Mapping[str, Any]) -> None:
         """Gather what the ranks recorded, JSON values with a list ``steps``, and write it on rank 0."""
         offsets_after = clock_offsets(self._control)
-        leads, ranks = dist.get_rank(self._control) == 0, dist.get_world_size(self._control)
-        recordings: list[Any] | None = [None] * ranks if leads else None
         own = {"anchor_error_s": self.anchor.error_s, **recording}
-        dist.gather_object(own, recordings, group=self._control, group_dst=0)
-        if recordings is None:
+        payloads = to_rank_0(json.dumps(own).encode(), self._control)
+        if dist.get_rank(self._control) != 0:
             return
+        recordings = [json.loads(payload) for payload in payloads]
         alignments = list(map(ClockAlignment, self._offsets_before, offsets_after))
         window = {**facts, "first_step": self.first, "last_step": self.last}
         try:

@@ -28,7 +28,6 @@ NETWORKS = ("10gbe", "nvlink+100gbe")
 COMPRESS = ("int8", "oktopk:0.01")
 PRESET_RANKS = 2  # at which a preset is built before it is carried to the world sizes asked for
 MANY_RANKS = 128  # from here on NCCL may prefer trees, whose latency grows with log P
-NOT_COUNTED = "the optimizer's step and the loading of data are not counted"
 OF_LEAN = (
     "lean sends what the same exchange does without it, so its step at the same batch is the same; its optimizer runs "
     "in backward"
@@ -68,26 +67,26 @@ def scale(
     batch           that batch, for all strategies or by name of the strategy; as recorded unless given. The trace's
                     meta must then say for which batch it was recorded.
     assumptions     sentences to add to the result's own, such as how the batches were chosen
-    on_point        called after each point with the network's name, how many of its points are known, and of how many
+    on_point        called after each point with the network's name, how many of its points are known, and how many
+                    there will be
 
     ValueError for an argument that makes no sense; NetworkError for a network that cannot be carried to a world size.
     """
-    if not world_sizes or world_sizes[0] < 1 or any(high <= low for low, high in pairwise(world_sizes)):
-        raise ValueError(f"world_sizes is {list(world_sizes)}: expected rising whole numbers from 1 on")
+    _check_world_sizes(world_sizes)
     kinds = strategy_kinds(planners, compress, sharded)
     batches, ranges = _batches(trace, kinds, batch), _ranges(networks)
     points: list[ScalePoint] = []
     of_networks: list[str] = []  # what the strategies assume of the networks
+    report = on_point or (lambda *_: None)
     for network in ranges:
         compressed = compressed_strategies(compress, trace, network.middle)
         of_networks += compressed.assumptions
         steps = _steps(trace, network, world_sizes, kinds, batches, compressed, scaling, compute)
         for number, point in enumerate(steps, 1):
             points.append(point)
-            if on_point is not None:
-                on_point(network.name, number, len(world_sizes) * len(kinds))
-    assumed = _assumptions(scaling, compute, recorded_batch(trace), batches, world_sizes)
-    assumed += [*_network_assumptions(ranges, world_sizes), NOT_COUNTED, *[OF_LEAN] * ("lean" in kinds.values())]
+            report(network.name, number, len(world_sizes) * len(kinds))
+    of_networks += _network_assumptions(ranges, world_sizes)
+    assumed = _assumptions(scaling, compute, recorded_batch(trace), batches, world_sizes, kinds)
     result = Scaling(
         model=str(trace.meta.get("model", f"{len(trace)} gradients"))[:60],
         scaling=scaling,
@@ -98,6 +97,11 @@ def scale(
         assumptions=tuple(dict.fromkeys([*assumed, *assumptions, *of_networks, *about_sharding(sharded)])),
     )
     return replace(result, answer=tuple(answer(result)))
+
+
+def _check_world_sizes(sizes: Sequence[int]) -> None:
+    if not sizes or sizes[0] < 1 or any(high <= low for low, high in pairwise(sizes)):
+        raise ValueError(f"world_sizes is {list(sizes)}: expected rising whole numbers from 1 on")
 
 
 def strategy_kinds(planners: Sequence[str], compress: Sequence[str], sharded: Sequence[str] = ()) -> dict[str, Kind]:
@@ -143,8 +147,9 @@ def _assumptions(
     recorded: int | None,
     batches: Mapping[str, int],
     world_sizes: Sequence[int],
+    kinds: Mapping[str, Kind],
 ) -> list[str]:
-    """What the numbers assume of batches and of computing."""
+    """What the numbers assume of batches, of computing and of strategies."""
     said = ["batch per rank kept (weak scaling)" if scaling == "weak" else "global batch kept (strong scaling)"]
     if scaling == "strong" or any(batch != recorded for batch in batches.values()):
         fixed = f", but for {compute.fixed_share:.0%} of the recorded time, which is fixed"
@@ -161,7 +166,12 @@ def _assumptions(
         said.append(
             "plans are made from the trace as recorded, with neither jitter nor stragglers, and may lose to DDP"
         )
-    return [*said, "bands are of the network alone, each plan as made for its middle"]
+    return [
+        *said,
+        "bands are of the network alone, each plan as made for its middle",
+        "the optimizer's step and the loading of data are not counted",
+        *([OF_LEAN] if "lean" in kinds.values() else []),
+    ]
 
 
 def _batches(trace: Trace, kinds: Mapping[str, Kind], batch: int | Mapping[str, int] | None) -> Mapping[str, int]:
