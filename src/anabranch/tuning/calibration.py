@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from anabranch.exchange.agree import agree_on
 from anabranch.exchange.contracts import Collective, Group
+from anabranch.exchange.lanes import Lanes
 from anabranch.observe.measure import LARGEST_NBYTES, measure
 from anabranch.planning.simulator import finish_s
 from anabranch.tuning.predictions import MIN_STRETCH, computed_faster, prediction_s
@@ -260,21 +261,22 @@ def _scaled(curve: Curve, factor: float, extra_s: float) -> Curve:
 class CalibratedNetwork:
     """The network that plans are made with, and what it predicts.
 
-    ``given`` is believed: it is neither measured nor calibrated. ``control`` is a group for small messages.
+    ``given`` is believed: it is neither measured nor calibrated. ``lanes`` have the group for small messages, which is
+    created by its first use: without ``init_sync`` ranks wrap at their own time.
     ``known`` is None before the network is measured or agreed on.
     """
 
-    def __init__(self, given: Network | None, control: Group) -> None:
+    def __init__(self, given: Network | None, lanes: Lanes) -> None:
         self.known: Network | None = None
         self._given = given
-        self._control = control
+        self._lanes = lanes
         self._error: float | None = None  # predicted by measured step of the layout that was kept last
         self._last: tuple[Trace, Plan | None, Network, float | None] | None = None  # prediction and its inputs
 
     def agree_on_given(self) -> bool:
         """Use the network that the user gave, the same on every rank; False if there is none. Collective."""
         if self._given is not None:
-            self.known = agree_on(Network, self._given, self._control)
+            self.known = agree_on(Network, self._given, self._lanes.control)
         return self._given is not None
 
     def measure(
@@ -301,7 +303,7 @@ class CalibratedNetwork:
         if self._given is None and self.known is not None:
             for trial in trials:
                 if trial.plan is not None and (trial.plan.lanes > 1) == several_lanes:
-                    self.known = calibrate(self.known, trace, trial, self._control)
+                    self.known = calibrate(self.known, trace, trial, self._lanes.control)
         return self.known != before
 
     def trace_under(self, trace: Trace, best: Trial, first: Trial) -> Trace:
@@ -311,7 +313,7 @@ class CalibratedNetwork:
         """
         if self._given is not None or best.plan is None:
             return trace
-        computing_s, before_s = slowest_rank([best.computing_s, first.computing_s], self._control)
+        computing_s, before_s = slowest_rank([best.computing_s, first.computing_s], self._lanes.control)
         return computed_faster(trace, best.plan, computing_s, before_s)
 
     def predicted_s(self, trace: Trace | None, plan: Plan | None) -> float | None:

@@ -84,7 +84,7 @@ class Search:
         self.runner = runner
         self.policy = policy
         self.budget = SearchBudget(policy)
-        self.network = CalibratedNetwork(options.network, runner.lanes.control)
+        self.network = CalibratedNetwork(options.network, runner.lanes)
         self.stage = "settling"
         self.held = False
         self.trace: Trace | None = None
