@@ -110,7 +110,7 @@ def test_show_of_a_broken_one_is_one_line(tmp_path: Path, capsys: pytest.Capture
 def test_hostile_text_is_spelled_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     trace = replace(TRACE, meta={"device": HOSTILE})
     key = CacheKey(HOSTILE, f"input {HOSTILE}", (), (HOSTILE,))
-    path = filled(tmp_path, key, replace(CHOICE, label="[red]a label of printable characters[/red]", trace=trace))
+    path = filled(tmp_path, key, replace(CHOICE, trace=trace))
     for argv in (["cache", str(tmp_path)], ["show", str(path)]):
         assert main(argv) == 0
         out = capsys.readouterr().out
