@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from anabranch.exchange.agree import from_all_ranks
+from anabranch.exchange.agreement import from_all_ranks
 from anabranch.exchange.contracts import Collective, Group, Steps
 from anabranch.values.network import ALL_GATHER, REDUCE_SCATTER
 

@@ -57,7 +57,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined] # not expor
 
 import anabranch as ab
 from anabranch.lean.options import Mode
-from anabranch.tools.predict.memory.modes import (
+from anabranch.tools.predict.memory.training_modes import (
     DDP,
     LEAN,
     LEAN_BF16,

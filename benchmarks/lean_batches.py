@@ -21,8 +21,8 @@ from anabranch.tools.bench.zoo import SEQUENCES, build_at
 from anabranch.tools.cli.user_function import load_function
 from anabranch.tools.predict.memory.estimator import in_bfloat16
 from anabranch.tools.predict.memory.largest_batch import MAX_BATCH, largest_batch
-from anabranch.tools.predict.memory.modes import DDP, OUR_MODES, modes_of, predict
 from anabranch.tools.predict.memory.probe import Build, Loss, probe
+from anabranch.tools.predict.memory.training_modes import DDP, OUR_MODES, modes_of, predict
 
 ON_GPU = torch.cuda.is_available()  # a CPU is enough to try everything but the measured memory
 DEVICE = torch.device("cuda", 0) if ON_GPU else torch.device("cpu")

@@ -16,8 +16,8 @@ from benchmarks.peak_memory import peak, runnable_modes, world
 from anabranch.planning.memory import KINDS, Setting
 from anabranch.tools.bench.zoo import build_at
 from anabranch.tools.predict.memory.estimator import OPTIMIZERS
-from anabranch.tools.predict.memory.modes import predict
 from anabranch.tools.predict.memory.probe import probe
+from anabranch.tools.predict.memory.training_modes import predict
 
 SUBJECTS = ("resnet152:64", "vgg16:64", "bert-large:8", "gpt2:8")
 MIB, GIB = 2**20, 2**30

@@ -17,8 +17,8 @@ from torch._C._distributed_c10d import HashStore
 
 from anabranch.lean.options import KEPT, Activations, OptimizerFactory
 from anabranch.tools.bench.contestants import PLAN_WARMUP_STEPS
-from anabranch.tools.predict.memory.modes import DEFAULT_MODES, OUR_MODES
 from anabranch.tools.predict.memory.probe import Build, probe
+from anabranch.tools.predict.memory.training_modes import DEFAULT_MODES, OUR_MODES
 
 FIRST, STEPS = 2 * PLAN_WARMUP_STEPS, 3  # after FIRST steps the plan is used, and older memory is freed
 

@@ -15,8 +15,8 @@ from anabranch.exchange.sparse.select import add_pairs
 from anabranch.lean.options import KEPT, Activations, Lean, OptimizerFactory
 from anabranch.parallel import DataParallel
 from anabranch.planning.memory import BUCKET_NBYTES, StepProfile, TrainingMode, buckets_by_size
-from anabranch.tools.predict.memory.modes import DDP, NAIVE, OUR_MODES
 from anabranch.tools.predict.memory.probe import Loss
+from anabranch.tools.predict.memory.training_modes import DDP, NAIVE, OUR_MODES
 from anabranch.values.kinds.names import DENSE, OKTOPK, kind_of
 from anabranch.values.kinds.options import OkTopk
 from anabranch.values.plan import Bucket, Plan

@@ -7,7 +7,7 @@ from benchmarks.papers.stand_in import bundled
 from benchmarks.papers.table import OURS_ALONE, Figure, Reasons, Reproduction, Section
 
 from anabranch.planning.memory import MemoryUse, OptimizerMemory, ReadyGradient, Setting, StepProfile
-from anabranch.tools.predict.memory.modes import DDP, LEAN, LEAN_INT8, NAIVE, predict
+from anabranch.tools.predict.memory.training_modes import DDP, LEAN, LEAN_INT8, NAIVE, predict
 
 PAPER = "LaySA (Zhao, Liu, Wang, Feng: IEEE Access 2021)"
 SOURCE = "the abstract, §3.1; models, GPUs, network, density and batch sizes are not available"

@@ -8,7 +8,7 @@ from benchmarks.virtual import VirtualWorld
 
 from anabranch.exchange.residuals.state import BucketState
 from anabranch.exchange.sparse.exact import exact_exchange
-from anabranch.exchange.sparse.fixed import fixed_exchange
+from anabranch.exchange.sparse.fixed_size import fixed_exchange
 
 RANKS, NUMEL, DENSITY = 16, 50_000, 0.01
 LAYERS = 50

@@ -31,11 +31,11 @@ from anabranch.exchange.compression import (
     settings_of,
 )
 from anabranch.exchange.groups import USE_A_TORCH_GROUP, is_in_python, no_clone_reason
-from anabranch.exchange.parameters import model_parts
+from anabranch.exchange.model_parameters import model_parts
 from anabranch.exchange.residuals.optimizer_momentum import check_shareable, share_momentum
 from anabranch.tuning.options import Planner, TuningOptions, timeline_path, write_timeline
 from anabranch.tuning.policy import DEFAULT_POLICY, TuningPolicy, check_policy
-from anabranch.tuning.tuned import CLOSED, Tuned
+from anabranch.tuning.tuned_model import CLOSED, Tuned
 from anabranch.tuning.tuner import Agree
 from anabranch.values.network import Network
 from anabranch.values.plan import Plan

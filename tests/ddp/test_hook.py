@@ -10,10 +10,10 @@ from torch.nn.parallel import DistributedDataParallel
 from anabranch import Bucket, Plan
 from anabranch.ddp.layout import PlanHook
 from anabranch.ddp.reducer import Reduction, reduced_parameters, relayout
+from anabranch.exchange.bucket_launcher import BucketLauncher
 from anabranch.exchange.collectives import Collectives
 from anabranch.exchange.dense import DenseExchanges
 from anabranch.exchange.lanes import Lane, Lanes
-from anabranch.exchange.launcher import BucketLauncher
 from anabranch.exchange.quantised.exchange import QuantisedExchanges
 from anabranch.observe.clock import HostClock
 from anabranch.observe.step_timer import StepTimer

@@ -15,7 +15,10 @@ SOURCE = Path(anabranch.__file__).parent
 ALLOWED = SOURCE / "ddp" / "reducer.py"
 MODULE = "torch.nn.parallel.distributed"
 EXCEPTIONS = {  # by file and name, with the reason
-    ("exchange/parameters.py", "_ddp_params_and_buffers_to_ignore"): "users' modules carry it, by torch's convention",
+    (
+        "exchange/model_parameters.py",
+        "_ddp_params_and_buffers_to_ignore",
+    ): "users' modules carry it, by torch's convention",
 }
 
 

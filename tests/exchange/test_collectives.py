@@ -8,10 +8,10 @@ import torch
 import torch.distributed as dist
 
 from anabranch import Bucket, Plan
+from anabranch.exchange.bucket_launcher import BucketLauncher
 from anabranch.exchange.collectives import Collectives
 from anabranch.exchange.dense import DenseExchanges, dense, dense_traffic
 from anabranch.exchange.lanes import Lanes
-from anabranch.exchange.launcher import BucketLauncher
 from anabranch.exchange.quantised.exchange import QuantisedExchanges
 from anabranch.values.kinds.options import Quantised
 from exchange.fake_exchanges import EighthsExchanges, RecordingResiduals, eighths

@@ -12,7 +12,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard import _fsdp_state
 
 import anabranch as ab
-from anabranch.fsdp.internals import parameter_groups
+from anabranch.fsdp.torch_internals import parameter_groups
 
 WIDTH, BLOCKS, BATCH = 24, 3, 6
 HALF = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)

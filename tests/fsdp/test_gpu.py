@@ -32,7 +32,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import anabranch as ab
-from anabranch.exchange.agree import from_all_ranks
+from anabranch.exchange.agreement import from_all_ranks
 from anabranch.fsdp import trial as sharding_trial
 from anabranch.fsdp.shard import no_groups_reason
 from anabranch.observe.measure import drive

@@ -13,7 +13,8 @@ from torch.nn.utils import clip_grad_norm_
 
 import anabranch as ab
 from anabranch.exchange.lanes import Lanes
-from anabranch.fsdp import internals, replicate
+from anabranch.fsdp import replicate
+from anabranch.fsdp import torch_internals as internals
 from fsdp.small_model import (
     batch_of,
     groups_of,

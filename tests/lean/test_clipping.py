@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import anabranch as ab
-from anabranch.lean.update import NonzeroValues
+from anabranch.lean.bucket_update import NonzeroValues
 from anabranch.values.errors import UpdateError
 from lean.launches import Answers, each_on_ranks
 from lean.test_parallel import OPTIMIZERS, made, planned, tokens

@@ -16,8 +16,8 @@ from torch import nn
 
 import anabranch as ab
 from gpu import ON_GPU, no_waiting
+from lean.test_bucket_update import poisoned, skipping
 from lean.test_parallel import OPTIMIZERS, compressing, made, planned, side_by_side, tokens
-from lean.test_update import poisoned, skipping
 
 pytestmark = ON_GPU
 

@@ -17,8 +17,8 @@ from anabranch.lean.activations.cost_model import Action, BlockCosts
 from anabranch.lean.memory_budget import Storage
 from anabranch.planning.memory import Setting, peak_footprint
 from anabranch.tools.predict.memory.estimator import ActivationMode, MemoryEstimator
-from anabranch.tools.predict.memory.modes import LEAN, LEAN_BF16, LEAN_DENSE, LEAN_INT8
 from anabranch.tools.predict.memory.probe import Build, Loss
+from anabranch.tools.predict.memory.training_modes import LEAN, LEAN_BF16, LEAN_DENSE, LEAN_INT8
 from lean.launches import each_on_ranks
 
 WIDTH, ROWS, LAYERS, RANKS, DENSITY = 128, 2048, 12, 2, 0.1  # an activation has a MiB

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import nn
 
 import anabranch as ab
+from anabranch.lean.bucket_update import BucketUpdater
 from anabranch.lean.buckets import Slot, Slots
-from anabranch.lean.update import BucketUpdater
 from ranks import on_ranks
 
 WIDTH = 16

@@ -7,8 +7,8 @@ from torch import nn
 
 from anabranch.tools.bench import zoo
 from anabranch.tools.predict.memory.estimator import OPTIMIZERS, with_recomputation
-from anabranch.tools.predict.memory.modes import LEAN_INT8, NAIVE, predict
 from anabranch.tools.predict.memory.probe import Loss, probe
+from anabranch.tools.predict.memory.training_modes import LEAN_INT8, NAIVE, predict
 from tools.predict.memory.models import images
 
 

@@ -17,11 +17,11 @@ from torch.nn.parallel import DistributedDataParallel
 import anabranch as ab
 from anabranch.ddp.layout import PlanHook
 from anabranch.ddp.reducer import reduced_parameters, relayout
+from anabranch.exchange.bucket_launcher import BucketLauncher
 from anabranch.exchange.collectives import Collectives
 from anabranch.exchange.compression import probe_of
 from anabranch.exchange.dense import DenseExchanges
 from anabranch.exchange.lanes import Lanes, Message
-from anabranch.exchange.launcher import BucketLauncher
 from anabranch.observe.clock import CudaClock
 from anabranch.observe.measure import measure
 from anabranch.observe.recorder import record

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel, distributed
 
 from anabranch import DataParallel, Network
-from anabranch.frameworks.run import replaced_ddp
+from anabranch.frameworks.ddp_replacement import replaced_ddp
 from parallel.twins import SCENARIOS, mlp, plain_train, scattered, sgd
 from ranks import on_ranks
 

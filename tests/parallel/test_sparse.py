@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 import anabranch as ab
-from anabranch.tuning.decide import Verdict
+from anabranch.tuning.decisions import Verdict
 from anabranch.values.kinds.names import DENSITIES, kind_of
 from parallel.given_gradients import COLUMNS, ROWS, GivenGradients, gradients, two_buckets
 from parallel.twins import SCENARIOS

@@ -19,8 +19,8 @@ from anabranch.planning.memory import (
     buckets_by_size,
     quantised_nbytes,
 )
-from anabranch.tools.predict.memory.modes import DEFAULT_MODES, OUR_MODES, modes_of, predict
 from anabranch.tools.predict.memory.probe import probe
+from anabranch.tools.predict.memory.training_modes import DEFAULT_MODES, OUR_MODES, modes_of, predict
 from anabranch.values.kinds.formats import FORMATS
 from anabranch.values.kinds.names import COMPRESSED, OKTOPK
 from anabranch.values.kinds.options import Quantised

@@ -8,9 +8,9 @@ import torch.distributed as dist
 from torch import nn
 
 from anabranch import Bucket, DisagreementError, Plan
+from anabranch.exchange.bucket_launcher import BucketLauncher
 from anabranch.exchange.collectives import Collectives
 from anabranch.exchange.dense import DenseExchanges
-from anabranch.exchange.launcher import BucketLauncher
 from anabranch.tuning.runner import PlanRunner
 from exchange.fake_exchanges import EighthsExchanges, RecordingResiduals
 from ranks import on_ranks

@@ -23,9 +23,9 @@ from anabranch.ddp.reducer import (
     reduced_parameters,
     relayout,
 )
+from anabranch.exchange.bucket_launcher import BucketLauncher
 from anabranch.exchange.lanes import Lane
-from anabranch.exchange.launcher import BucketLauncher
-from anabranch.exchange.parameters import trained_only
+from anabranch.exchange.model_parameters import trained_only
 
 log = logging.getLogger("anabranch")
 

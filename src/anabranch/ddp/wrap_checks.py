@@ -7,7 +7,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from anabranch.ddp.reducer import running_ddp_of
-from anabranch.exchange.parameters import ignored_names
+from anabranch.exchange.model_parameters import ignored_names
 
 
 def check_unwrapped(module: nn.Module, ours: type) -> None:

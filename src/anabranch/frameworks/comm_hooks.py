@@ -16,7 +16,7 @@ from torch import nn
 from torch._C._distributed_c10d import GradBucket
 from torch.nn.parallel import DistributedDataParallel
 
-from anabranch.exchange.agree import check_same
+from anabranch.exchange.agreement import check_same
 from anabranch.exchange.compression import Settings, keeps_residuals, name_of, settings_of
 from anabranch.exchange.contracts import Scaler
 from anabranch.exchange.external_buckets import ExternalBuckets, only_kind

@@ -14,10 +14,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from anabranch.exchange.agree import all_or_none, check_same, wire_device
+from anabranch.exchange.agreement import all_or_none, check_same, wire_device
 from anabranch.exchange.contracts import Group
 from anabranch.exchange.groups import default_group, inherit_timeout
-from anabranch.exchange.parameters import model_parts
+from anabranch.exchange.model_parameters import model_parts
 
 
 def mesh_groups(mesh: DeviceMesh) -> tuple[Group, ...]:

@@ -19,7 +19,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.fsdp._fully_shard import _fsdp_state
 
-from anabranch.fsdp.internals import TESTED
 from anabranch.fsdp.mesh import (
     check_same_over,
     described_model,
@@ -29,8 +28,9 @@ from anabranch.fsdp.mesh import (
 )
 from anabranch.fsdp.planning import ShardingPlan, load
 from anabranch.fsdp.planning.values import dumps
-from anabranch.values.compatibility import check_signatures
+from anabranch.fsdp.torch_internals import TESTED
 from anabranch.values.errors import PlanError
+from anabranch.values.tested_versions import check_signatures
 
 SIGNATURES = {
     "set_modules_to_forward_prefetch": ("modules",),

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from anabranch.exchange.agree import agree_on, from_all_ranks
+from anabranch.exchange.agreement import agree_on, from_all_ranks
 from anabranch.exchange.compression import Compress, Settings, described, settings_of
 from anabranch.exchange.contracts import Collective, Group
 from anabranch.exchange.dense import dense

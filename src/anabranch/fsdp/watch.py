@@ -23,11 +23,11 @@ from torch.autograd import Variable
 from torch.autograd.graph import register_multi_grad_hook
 from torch.distributed.fsdp import FSDPModule
 
-from anabranch.fsdp.internals import gradient_dtype, is_finalized_by_hand, sharded_modules
 from anabranch.fsdp.planning import Block, Links, ShardedTrace, ShardingPlan, Unit, simulate
 from anabranch.fsdp.planning.simulator import BETWEEN, INSIDE, REST_LABEL, unit_label
 from anabranch.fsdp.replicate import no_average
-from anabranch.fsdp.window import ShardedWindow
+from anabranch.fsdp.torch_internals import gradient_dtype, is_finalized_by_hand, sharded_modules
+from anabranch.fsdp.trace_window import ShardedWindow
 from anabranch.observe.clock import clock_for
 from anabranch.observe.step_timer import tensors_in
 from anabranch.values.checks import Meta

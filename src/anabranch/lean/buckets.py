@@ -9,7 +9,7 @@ from torch import nn
 from torch.futures import Future
 
 from anabranch.exchange.dense import SUMMABLE_BELOW, all_finite
-from anabranch.exchange.flat import shaped
+from anabranch.exchange.model_parameters import shaped
 from anabranch.exchange.residuals.state import BucketState
 from anabranch.lean.optimizers import BucketOptimizer
 from anabranch.planning.memory import SLOTS

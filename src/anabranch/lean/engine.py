@@ -15,15 +15,15 @@ import torch.distributed as dist
 from torch import nn
 from torch.autograd import Variable
 
+from anabranch.exchange.bucket_launcher import BucketLauncher
 from anabranch.exchange.collectives import Collectives
 from anabranch.exchange.contracts import Group, Scaler
-from anabranch.exchange.launcher import BucketLauncher
+from anabranch.lean.bucket_update import BucketUpdater
 from anabranch.lean.buckets import LiveBucket, Slots
 from anabranch.lean.optimizers import BucketOptimizers
 from anabranch.lean.options import Lean
 from anabranch.lean.torch_patches import check_followed
 from anabranch.lean.trained_model import FrozenAgreement, TrainedModel
-from anabranch.lean.update import BucketUpdater
 from anabranch.observe.step_timer import StepObserver
 from anabranch.values.plan import Plan
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from anabranch.exchange.flat import shaped
+from anabranch.exchange.model_parameters import shaped
 from anabranch.lean.options import OptimizerFactory
 
 REPLACED = ("step", "add_param_group", "_opt_called", "_step_supports_amp_scaling")  # in the user's optimizer

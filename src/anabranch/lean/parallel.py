@@ -18,7 +18,7 @@ from anabranch import planning as planners
 from anabranch.ddp.compiled.graphs import CompiledGraphs
 from anabranch.ddp.reducer import compiled_as_ddp
 from anabranch.ddp.wrap_checks import check_outermost, check_unwrapped, dtensor_reason
-from anabranch.exchange.agree import all_or_none, check_same, from_rank_0
+from anabranch.exchange.agreement import all_or_none, check_same, from_rank_0
 from anabranch.exchange.compression import (
     Compress,
     Settings,
@@ -29,9 +29,10 @@ from anabranch.exchange.compression import (
 )
 from anabranch.exchange.contracts import Scaler
 from anabranch.exchange.groups import USE_A_TORCH_GROUP, default_group, no_clone_reason
-from anabranch.exchange.parameters import ignored_names, model_parts
+from anabranch.exchange.model_parameters import ignored_names, model_parts
 from anabranch.lean.activations.cost_model import BlockCosts
 from anabranch.lean.activations.managed import PROFILED_STEPS, ChoiceMessage, ManagedActivations, choose_activations
+from anabranch.lean.bucket_update import BucketUpdater
 from anabranch.lean.engine import Engine, PassState, in_backward
 from anabranch.lean.memory_budget import (
     Held,
@@ -47,12 +48,11 @@ from anabranch.lean.optimizer_memory import memory_of, nbytes_of
 from anabranch.lean.options import Clipping, Lean, check_lean
 from anabranch.lean.torch_patches import watch
 from anabranch.lean.trained_model import trained_parameters
-from anabranch.lean.update import BucketUpdater
 from anabranch.planning.fixed import DDP_CAP_NBYTES
 from anabranch.planning.memory import BLAS_WORKSPACE_NBYTES, Setting, allocated_nbytes
 from anabranch.tuning.options import Planner, TuningOptions
 from anabranch.tuning.policy import DEFAULT_POLICY, TuningPolicy, check_policy
-from anabranch.tuning.tuned import Tuned
+from anabranch.tuning.tuned_model import Tuned
 from anabranch.tuning.tuner import Tuner
 from anabranch.values.kinds.formats import STORED
 from anabranch.values.kinds.options import OkTopk

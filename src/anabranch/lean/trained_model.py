@@ -8,9 +8,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from anabranch.exchange.agree import from_all_ranks
+from anabranch.exchange.agreement import from_all_ranks
 from anabranch.exchange.contracts import Group, issued
-from anabranch.exchange.parameters import ignored_names, trained_only
+from anabranch.exchange.model_parameters import ignored_names, trained_only
 from anabranch.values.errors import CollectiveError, DisagreementError
 
 

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from anabranch.exchange.agree import agree_on, wire_device
+from anabranch.exchange.agreement import agree_on, wire_device
 from anabranch.exchange.contracts import Collective, Group, Steps, issued
 from anabranch.exchange.contracts import all_gather as issue_all_gather
 from anabranch.exchange.dense import dense

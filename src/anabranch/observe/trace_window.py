@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import nn
 from torch._compile import _disable_dynamo
 
-from anabranch.exchange.agree import check_same, from_rank_0, to_rank_0
+from anabranch.exchange.agreement import check_same, from_rank_0, to_rank_0
 from anabranch.exchange.contracts import Group
 from anabranch.observe.clock import Clock
 from anabranch.observe.perfetto import perfetto_document

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from anabranch.exchange.agree import agree_on
+from anabranch.exchange.agreement import agree_on
 from anabranch.exchange.contracts import Collective, Group
 from anabranch.exchange.lanes import Lanes
 from anabranch.observe.measure import LARGEST_NBYTES, measure

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from anabranch import planning as planners
-from anabranch.exchange.agree import agree_on, from_rank_0
+from anabranch.exchange.agreement import agree_on, from_rank_0
 from anabranch.exchange.collectives import Collectives
 from anabranch.exchange.contracts import Group
 from anabranch.planning.ladder import FREE, least_lossy, with_fewer_messages

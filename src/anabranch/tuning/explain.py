@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from anabranch.observe.measure import POOR_SPREAD
-from anabranch.tuning.decide import step_noise
+from anabranch.tuning.decisions import step_noise
 from anabranch.tuning.predictions import lower_bound_step_s, prediction_s, share_of_recorded, unmerged_s
 from anabranch.tuning.trial import Trial
 from anabranch.values.network import Network

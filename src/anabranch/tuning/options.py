@@ -12,7 +12,7 @@ from pathlib import Path
 import torch.distributed as dist
 from torch import nn
 
-from anabranch.exchange.agree import agree_on, check_same, from_rank_0, same_on_all_ranks
+from anabranch.exchange.agreement import agree_on, check_same, from_rank_0, same_on_all_ranks
 from anabranch.exchange.collectives import Collectives
 from anabranch.exchange.contracts import Group
 from anabranch.planning import PLANNERS

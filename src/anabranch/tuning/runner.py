@@ -6,11 +6,11 @@ from typing import Any, Protocol
 from torch import nn
 from torch._compile import _disable_dynamo
 
-from anabranch.exchange.agree import all_or_none, check_same
+from anabranch.exchange.agreement import all_or_none, check_same
+from anabranch.exchange.bucket_launcher import BucketLauncher
 from anabranch.exchange.collectives import Collectives
 from anabranch.exchange.contracts import Group
 from anabranch.exchange.lanes import Lanes
-from anabranch.exchange.launcher import BucketLauncher
 from anabranch.observe.clock import clock_for
 from anabranch.observe.step_timer import StepTimer
 from anabranch.values.plan import Plan

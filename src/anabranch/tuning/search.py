@@ -14,7 +14,7 @@ from typing import ClassVar, TypeVar
 
 import torch.distributed as dist
 
-from anabranch.exchange.agree import agree_on, latest_over_ranks, number_of_rank_0, true_on_all_ranks
+from anabranch.exchange.agreement import agree_on, latest_over_ranks, number_of_rank_0, true_on_all_ranks
 from anabranch.exchange.collectives import Collectives
 from anabranch.exchange.contracts import Group
 from anabranch.observe.measure import WARM_UP, noise_note
@@ -22,7 +22,7 @@ from anabranch.observe.recorder import Recorder, order_note
 from anabranch.planning.simulator import undelayed
 from anabranch.tuning.calibration import CalibratedNetwork
 from anabranch.tuning.candidates import BackgroundPlanner, Candidates, candidates, warm_up_kinds
-from anabranch.tuning.decide import (
+from anabranch.tuning.decisions import (
     VERDICTS,
     Action,
     Block,

@@ -15,10 +15,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from anabranch.exchange.agree import from_all_ranks, from_rank_0, true_on_all_ranks
+from anabranch.exchange.agreement import from_all_ranks, from_rank_0, true_on_all_ranks
 from anabranch.exchange.collectives import Collectives
 from anabranch.exchange.contracts import Group
-from anabranch.exchange.parameters import model_parts
+from anabranch.exchange.model_parameters import model_parts
 from anabranch.observe.environment import lab_note, network_note
 from anabranch.observe.recorder import described_input
 from anabranch.tuning.candidates import warm_up_kinds

@@ -15,13 +15,13 @@ from time import perf_counter
 import torch.distributed as dist
 from torch._compile import _disable_dynamo
 
-from anabranch.exchange.agree import agree_on, from_rank_0, number_of_rank_0, true_on_all_ranks
+from anabranch.exchange.agreement import agree_on, from_rank_0, number_of_rank_0, true_on_all_ranks
 from anabranch.exchange.collectives import Collectives
 from anabranch.exchange.contracts import Group
 from anabranch.observe.environment import network_note
 from anabranch.observe.step_timer import StepContext
 from anabranch.tuning.candidates import may_run
-from anabranch.tuning.decide import RECENT_WINDOWS, USUAL_WINDOWS, Candidate, drift, drifted
+from anabranch.tuning.decisions import RECENT_WINDOWS, USUAL_WINDOWS, Candidate, drift, drifted
 from anabranch.tuning.explain import Findings
 from anabranch.tuning.graph_cuts import NOT_COMPILED, Graphs, parts_of
 from anabranch.tuning.options import TuningOptions, timeline_path, write_timeline

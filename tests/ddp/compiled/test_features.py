@@ -10,7 +10,7 @@ import torch
 import torch._dynamo
 from torch import nn
 
-from anabranch.ddp.compiled import cuts
+from anabranch.ddp.compiled import cut_points as cuts
 from ddp.compiled.models import Log
 from parallel.test_features import FEATURES
 from parallel.twins import Model, different, sgd, steps, twins

@@ -8,7 +8,14 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from anabranch.ddp.compiled.cuts import GraphShape, fine_cuts, has_dynamic_shapes, is_connected, operations, shape_of
+from anabranch.ddp.compiled.cut_points import (
+    GraphShape,
+    fine_cuts,
+    has_dynamic_shapes,
+    is_connected,
+    operations,
+    shape_of,
+)
 from ddp.compiled.models import ResNet
 
 WIDTH = 4

@@ -12,9 +12,9 @@ import torch
 
 from anabranch import Bucket, Lean, Network, OkTopk, Plan, Trace
 from anabranch import planning as planners
-from anabranch.exchange.launcher import BucketLauncher
+from anabranch.exchange.bucket_launcher import BucketLauncher
 from anabranch.tuning.calibration import CalibratedNetwork
-from anabranch.tuning.decide import Comparison, Pairs
+from anabranch.tuning.decisions import Comparison, Pairs
 from anabranch.tuning.policy import TuningPolicy
 from anabranch.tuning.search import HELD_EARLY
 from anabranch.tuning.trial import Trial

@@ -8,7 +8,7 @@ from benchmarks.virtual import VirtualWorld
 
 from anabranch.exchange.residuals.state import BucketState
 from anabranch.exchange.sparse.encoding import unframe_messages
-from anabranch.exchange.sparse.fixed import fixed_exchange
+from anabranch.exchange.sparse.fixed_size import fixed_exchange
 from anabranch.exchange.sparse.oktopk import exchange, version_for
 from anabranch.exchange.sparse.select import unpack
 from anabranch.values.kinds.formats import FP32, Sizes

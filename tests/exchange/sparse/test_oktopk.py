@@ -13,7 +13,7 @@ from benchmarks.virtual import VirtualWorld
 from anabranch.exchange.communicator import GroupCommunicator
 from anabranch.exchange.sparse import oktopk
 from anabranch.exchange.sparse.exact import exact_exchange
-from anabranch.exchange.sparse.fixed import fixed_exchange
+from anabranch.exchange.sparse.fixed_size import fixed_exchange
 from anabranch.exchange.sparse.oktopk import exchange, fixed_size_version, version_for
 from anabranch.values.kinds.options import OkTopk
 from exchange.sparse.worlds import EXCHANGES, OK_TOPK, check_narrow_steps, check_overflow, gradients, states

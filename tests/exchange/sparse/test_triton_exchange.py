@@ -13,7 +13,7 @@ from benchmarks.virtual import VirtualWorld
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from anabranch.exchange.residuals.state import BucketState
-from anabranch.exchange.sparse.fixed import fixed_exchange
+from anabranch.exchange.sparse.fixed_size import fixed_exchange
 from anabranch.exchange.sparse.oktopk import version_for
 from anabranch.values.kinds.options import OkTopk
 from exchange.sparse.triton_device import DEVICE, triton_exchange, use_small_blocks

@@ -12,7 +12,7 @@ from anabranch.exchange.communicator import Communicator
 from anabranch.exchange.contracts import Steps
 from anabranch.exchange.residuals.state import BucketState
 from anabranch.exchange.sparse.exact import exact_exchange
-from anabranch.exchange.sparse.fixed import fixed_exchange
+from anabranch.exchange.sparse.fixed_size import fixed_exchange
 from anabranch.exchange.sparse.oktopk import round_averages
 from anabranch.values.kinds.options import OkTopk
 

@@ -10,8 +10,8 @@ from torch import nn
 
 from anabranch.tools.bench import zoo
 from anabranch.tools.predict.memory.estimator import OPTIMIZERS
-from anabranch.tools.predict.memory.modes import OUR_MODES
 from anabranch.tools.predict.memory.probe import probe
+from anabranch.tools.predict.memory.training_modes import OUR_MODES
 from anabranch.values.kinds.names import OKTOPK
 from ranks import on_ranks
 from tools.predict.memory.models import images

@@ -14,9 +14,9 @@ from anabranch.tools.cli import arguments, network_text
 from anabranch.tools.cli.main import main
 from anabranch.tools.cli.memory import AUTO_AS, throughput_network
 from anabranch.tools.predict.memory.estimator import OPTIMIZERS, in_bfloat16
-from anabranch.tools.predict.memory.modes import DEFAULT_MODES, modes_of, predict
 from anabranch.tools.predict.memory.probe import Loss, probe
 from anabranch.tools.predict.memory.throughput import samples_per_s
+from anabranch.tools.predict.memory.training_modes import DEFAULT_MODES, modes_of, predict
 from anabranch.tools.report.documents import MemoryDocument, MemoryMode
 from anabranch.tools.report.memory import memory_tables, pieces
 from anabranch.values.files import save

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import fx, nn
 
-from anabranch.ddp.compiled.cuts import (
+from anabranch.ddp.compiled.cut_points import (
     Cuts,
     GraphShape,
     cuts_for,
@@ -77,7 +77,7 @@ class CompiledGraphs:
         self._installed = True
         self._codes = _forward_codes(module)
         try:
-            from anabranch.ddp.compiled.cutter import forget_graphs, install
+            from anabranch.ddp.compiled.graph_cutter import forget_graphs, install
 
             install()
             # Torch keeps graphs by the code of forward(): it would use those it made before the module was wrapped,

@@ -12,7 +12,7 @@ from torch.utils.hooks import RemovableHandle
 
 from anabranch.exchange.contracts import Group, record_stream
 from anabranch.exchange.dense import all_finite
-from anabranch.exchange.flat import shaped
+from anabranch.exchange.model_parameters import shaped
 from anabranch.exchange.residuals.checkpoint import check_saved
 from anabranch.exchange.residuals.momentum import Momentum, Velocity
 from anabranch.exchange.residuals.monitor import SAMPLE_PERIOD, residual_grows

@@ -33,7 +33,7 @@ from anabranch.exchange.residuals.momentum import Velocity
 from anabranch.exchange.residuals.state import BucketState
 from anabranch.exchange.residuals.store import Residuals
 from anabranch.exchange.sparse.exact import exact_exchange
-from anabranch.exchange.sparse.fixed import fixed_exchange
+from anabranch.exchange.sparse.fixed_size import fixed_exchange
 from anabranch.values.kinds.formats import Sizes
 from anabranch.values.kinds.names import density_of
 from anabranch.values.kinds.options import OkTopk

@@ -7,10 +7,10 @@ from functools import partial
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from anabranch.exchange.agree import from_all_ranks
+from anabranch.exchange.agreement import from_all_ranks
 from anabranch.exchange.compression import Compress
 from anabranch.exchange.groups import default_group
-from anabranch.fsdp.planning.modes import PLANNED, ShardingMode, sharding_mode
+from anabranch.fsdp.planning.sharding_modes import PLANNED, ShardingMode, sharding_mode
 from anabranch.fsdp.replicate import replicate
 from anabranch.fsdp.shard import block_names, shard
 from anabranch.fsdp.trial import FoundSharding, find_sharding

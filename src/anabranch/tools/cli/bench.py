@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from typer import Option
 
-from anabranch.fsdp.planning.modes import SHARDING_MODES, help_of, sharding_mode
+from anabranch.fsdp.planning.sharding_modes import SHARDING_MODES, help_of, sharding_mode
 from anabranch.tools.cli import arguments
 from anabranch.tools.cli.options import BackendOption, ForceOption, JsonOption, PlotOption
 from anabranch.tools.cli.output import check_free, check_plot, print_json, show_tables, write_plot

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 from typer import Option
 
-from anabranch.fsdp.planning.modes import UNPLANNED, help_of, sharding_mode
+from anabranch.fsdp.planning.sharding_modes import UNPLANNED, help_of, sharding_mode
 from anabranch.tools.cli import arguments
 from anabranch.tools.cli.options import JsonOption
 from anabranch.tools.cli.output import print_json, show_tables
@@ -239,7 +239,7 @@ def _asked(compress: Sequence[str]) -> _Asked:
 
 def _modes(exchanges: Sequence[str], sharded: Sequence[str]) -> list[str]:
     """DDP, Lean without compression, and the modes of these exchanges, the naive one too; then FSDP2's."""
-    from anabranch.tools.predict.memory.modes import DDP, LEAN_DENSE, NAIVE, modes_of
+    from anabranch.tools.predict.memory.training_modes import DDP, LEAN_DENSE, NAIVE, modes_of
 
     naive = [NAIVE] if OKTOPK in exchanges else []
     return [DDP, LEAN_DENSE, *naive, *(mode for exchange in exchanges for mode in modes_of(exchange)), *sharded]
@@ -287,8 +287,8 @@ def _chosen(
     from anabranch.lean.activations.solver import BudgetError
     from anabranch.lean.memory_budget import described
     from anabranch.planning.memory import TrainingMode
-    from anabranch.tools.predict.memory.modes import LEAN
-    from anabranch.tools.predict.memory.within import ASSUMED, chosen_within, profile
+    from anabranch.tools.predict.memory.training_modes import LEAN
+    from anabranch.tools.predict.memory.within_budget import ASSUMED, chosen_within, profile
 
     found, words = {}, [f"{LEAN}, within: blocks take the time of a device with {ASSUMED}"]
     profiled = profile(training.build_at()(training.batch), half=training.precision is Precision.bf16)

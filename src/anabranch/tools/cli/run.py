@@ -38,7 +38,7 @@ class Program:
 
             torchrun(["--standalone", f"--nproc-per-node={self.ranks}", "-m", MODULE, *self.arguments])
             return
-        from anabranch.frameworks.run import replaced_ddp
+        from anabranch.frameworks.ddp_replacement import replaced_ddp
 
         with replaced_ddp(self.options) as outcomes:
             try:

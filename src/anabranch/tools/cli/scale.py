@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 
 from typer import Option
 
-from anabranch.fsdp.planning.modes import PLANNED, SHARDING_MODES, help_of, sharding_mode
+from anabranch.fsdp.planning.sharding_modes import PLANNED, SHARDING_MODES, help_of, sharding_mode
 from anabranch.planning.simulator import MAX_JITTER
 from anabranch.tools.cli import arguments
 from anabranch.tools.cli.memory import Optimizer, estimator_of, node_size

@@ -21,7 +21,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from anabranch import planning as planners
-from anabranch.exchange.agree import true_on_all_ranks
+from anabranch.exchange.agreement import true_on_all_ranks
 from anabranch.observe.measure import measure
 from anabranch.parallel import DataParallel
 from anabranch.tools.bench.contestants import DDP_OPTIONS, PLAN_WARMUP_STEPS, Contestant, reference_contestants

@@ -17,7 +17,7 @@ from rich.progress import track
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from anabranch.exchange.agree import true_on_all_ranks
+from anabranch.exchange.agreement import true_on_all_ranks
 from anabranch.exchange.compression import Compress
 from anabranch.observe.loggers import JsonLines
 from anabranch.parallel import DataParallel

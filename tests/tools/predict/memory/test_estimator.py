@@ -10,8 +10,8 @@ from anabranch.planning.memory import Setting
 from anabranch.tools.predict.memory import estimator
 from anabranch.tools.predict.memory.estimator import MemoryEstimator
 from anabranch.tools.predict.memory.fitting import largest_batches
-from anabranch.tools.predict.memory.modes import DEFAULT_MODES, predict
 from anabranch.tools.predict.memory.probe import Build, Loss, probe
+from anabranch.tools.predict.memory.training_modes import DEFAULT_MODES, predict
 from anabranch.tools.predict.scaling import strategy_kinds
 from tools.predict.memory.models import images
 

@@ -5,8 +5,8 @@ import pytest
 from anabranch import Network
 from anabranch.fsdp.planning import Block, ShardedTrace, ShardingPlan, peak_nbytes
 from anabranch.planning.memory import MemoryUse, OptimizerMemory, ReadyGradient, Setting, StepProfile, quantised_nbytes
-from anabranch.tools.predict.memory.modes import predict
 from anabranch.tools.predict.memory.throughput import samples_per_s
+from anabranch.tools.predict.memory.training_modes import predict
 from anabranch.values.files import load_bundled_trace
 
 N = 1_000_000

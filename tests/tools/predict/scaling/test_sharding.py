@@ -3,7 +3,7 @@
 import pytest
 
 from anabranch import AlphaBeta, Network, TensorSpec, Trace
-from anabranch.fsdp.planning.modes import SHARDING_MODES
+from anabranch.fsdp.planning.sharding_modes import SHARDING_MODES
 from anabranch.tools.predict.scaling import Compute, scale
 from anabranch.tools.predict.scaling.result import Strategy
 from anabranch.tools.predict.scaling.sharding import Sharding, block_of, sharded_trace

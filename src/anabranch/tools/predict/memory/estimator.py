@@ -12,8 +12,8 @@ from anabranch.lean.activations.recompute import recompute
 from anabranch.lean.options import OptimizerFactory
 from anabranch.planning.memory import CONVOLUTION_WORKSPACE, FRAGMENTATION, Footprint, Setting, StepProfile
 from anabranch.tools.predict.memory.largest_batch import largest_batch
-from anabranch.tools.predict.memory.modes import DEFAULT_MODES, predict
 from anabranch.tools.predict.memory.probe import Build, Loss, probe
+from anabranch.tools.predict.memory.training_modes import DEFAULT_MODES, predict
 
 ActivationMode = Literal["keep", "recompute"]
 BuildAt = Callable[[int], Build]  # by batch: what makes the model and its loss

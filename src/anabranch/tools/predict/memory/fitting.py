@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from anabranch.planning.memory import FRAGMENTATION, Setting, TrainingMode
 from anabranch.tools.predict.memory.estimator import MemoryEstimator
-from anabranch.tools.predict.memory.modes import DDP, OUR_MODES
+from anabranch.tools.predict.memory.training_modes import DDP, OUR_MODES
 from anabranch.tools.predict.scaling.compression import Compression
 from anabranch.tools.predict.scaling.result import Kind
 from anabranch.values.kinds.names import COMPRESSED, OKTOPK, density_of

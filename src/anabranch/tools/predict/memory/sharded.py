@@ -11,7 +11,7 @@ Units are blocks by the names of their parameters.
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from anabranch.fsdp.planning.modes import RESHARD, ShardingMode
+from anabranch.fsdp.planning.sharding_modes import RESHARD, ShardingMode
 from anabranch.fsdp.planning.simulator import REST, host_order, unsharded_at
 from anabranch.planning.memory import (
     BucketSize,

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from anabranch.planning import by_bytes
 from anabranch.planning.simulator import finish_s
-from anabranch.tools.predict.memory.modes import DDP, LEAN_DENSE, NAIVE, OUR_MODES, is_sharded
+from anabranch.tools.predict.memory.training_modes import DDP, LEAN_DENSE, NAIVE, OUR_MODES, is_sharded
 from anabranch.tools.predict.scaling.compression import compressed_strategies
 from anabranch.tools.predict.scaling.sharding import Sharding
 from anabranch.tools.predict.scaling.sweep import recorded_batch

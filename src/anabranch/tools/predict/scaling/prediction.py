@@ -5,13 +5,13 @@ from dataclasses import asdict, replace
 from itertools import pairwise
 
 from anabranch.tools.network_presets import NetworkRange
-from anabranch.tools.predict.scaling.answer import answer
 from anabranch.tools.predict.scaling.compression import (
     CompressedStrategies,
     Compression,
     as_sent,
     compressed_strategies,
 )
+from anabranch.tools.predict.scaling.conclusions import answer
 from anabranch.tools.predict.scaling.named_planners import named_planner
 from anabranch.tools.predict.scaling.result import Basis, Kind, NetworkUsed, ScalePoint, Scaling, Strategy
 from anabranch.tools.predict.scaling.sharding import Sharding

@@ -6,7 +6,7 @@ from itertools import accumulate, pairwise
 from math import ceil
 
 from anabranch.fsdp.planning import Block, Links, ShardedTrace, plan, step_s
-from anabranch.fsdp.planning.modes import PLANNED, ShardingMode, sharding_mode
+from anabranch.fsdp.planning.sharding_modes import PLANNED, ShardingMode, sharding_mode
 from anabranch.tools.predict.scaling.compression import Compression, priced
 from anabranch.tools.predict.scaling.sweep import Ran
 from anabranch.values.kinds.names import DENSE

@@ -1,8 +1,9 @@
-"""The parameters of a model: which must be the same on all ranks, and which are trained."""
+"""The parameters of a model: which must be the same on all ranks, which are trained, and their parts of flat buckets."""
 
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 
+import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
@@ -42,3 +43,14 @@ def trained_only(module: nn.Module, parameters: Iterable[nn.Parameter]) -> Itera
     finally:
         for parameter in changed:
             parameter.requires_grad_(parameter not in trained)
+
+
+def shaped(piece: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """Return ``piece``, one parameter's part of a flat bucket, as a view of the parameter's shape.
+
+    Elements are in the order of the parameter's own memory, as in DDP's buckets: a channels-last parameter gets
+    channels-last strides. A parameter that is not dense in memory (an expanded one, say) gets contiguous strides.
+    """
+    if torch.ops.aten.is_non_overlapping_and_dense(parameter):
+        return piece.as_strided(parameter.shape, parameter.stride())
+    return piece.view(parameter.shape)

@@ -10,7 +10,7 @@ Beside those that ``planning.memory`` knows, there are rivals and sharded models
 from collections.abc import Iterator, Mapping
 from typing import cast
 
-from anabranch.fsdp.planning.modes import UNPLANNED, sharding_mode
+from anabranch.fsdp.planning.sharding_modes import UNPLANNED, sharding_mode
 from anabranch.planning import memory
 from anabranch.planning.memory import (
     FLOAT_NBYTES,

@@ -2,7 +2,7 @@
 
 import torch
 
-from anabranch.exchange.flat import shaped
+from anabranch.exchange.model_parameters import shaped
 
 
 def test_a_part_shares_memory_and_has_the_parameters_strides() -> None:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from anabranch.fsdp.planning.modes import RESHARD, SHARDING_MODES, UNPLANNED, help_of, sharding_mode
+from anabranch.fsdp.planning.sharding_modes import RESHARD, SHARDING_MODES, UNPLANNED, help_of, sharding_mode
 
 COMPRESSED = ["hsdp@int8", "hsdp:reshard@bf16", "hsdp:planned@oktopk:0.01"]
 

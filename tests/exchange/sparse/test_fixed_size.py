@@ -7,7 +7,7 @@ from benchmarks.virtual import VirtualWork
 
 from anabranch.exchange.communicator import ZeroBuffer
 from anabranch.exchange.residuals.state import BucketState
-from anabranch.exchange.sparse.fixed import fixed_exchange
+from anabranch.exchange.sparse.fixed_size import fixed_exchange
 from anabranch.values.kinds.names import Wire
 from anabranch.values.kinds.options import OkTopk
 

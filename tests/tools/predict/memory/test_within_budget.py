@@ -8,9 +8,9 @@ from anabranch.lean.activations.profiler import BlockProfiler
 from anabranch.lean.activations.solver import BudgetError
 from anabranch.planning.memory import Setting
 from anabranch.tools.predict.memory.estimator import OPTIMIZERS
-from anabranch.tools.predict.memory.modes import LEAN, OUR_MODES
 from anabranch.tools.predict.memory.probe import Loss
-from anabranch.tools.predict.memory.within import AssumedClock, Device, chosen_within, profile
+from anabranch.tools.predict.memory.training_modes import LEAN, OUR_MODES
+from anabranch.tools.predict.memory.within_budget import AssumedClock, Device, chosen_within, profile
 from lean.test_one_account import LAYERS, ROWS, WIDTH, build_at
 from tools.predict.memory.test_probe import Asking
 

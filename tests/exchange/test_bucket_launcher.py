@@ -7,11 +7,11 @@ import torch.distributed as dist
 from torch.futures import Future
 
 from anabranch import Bucket, Plan
+from anabranch.exchange.bucket_launcher import BucketLauncher, EndMarker
 from anabranch.exchange.collectives import Collectives
 from anabranch.exchange.contracts import Group, Steps
 from anabranch.exchange.dense import DenseExchanges
 from anabranch.exchange.lanes import Lanes, Message
-from anabranch.exchange.launcher import BucketLauncher, EndMarker
 from exchange.fake_exchanges import EighthsExchanges
 from ranks import on_ranks
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from anabranch import Bucket, Curve, Network, Plan, TensorSpec, Trace
-from anabranch.tuning.decide import (
+from anabranch.tuning.decisions import (
     NOISE_FLOOR,
     Action,
     Block,

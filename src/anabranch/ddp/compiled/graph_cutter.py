@@ -21,9 +21,9 @@ from torch._guards import TracingContext, detect_fake_mode, tracing
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from anabranch.ddp.compiled.cuts import Cuts, operations
+from anabranch.ddp.compiled.cut_points import Cuts, operations
 from anabranch.ddp.reducer import running_graph_cutter
-from anabranch.values.compatibility import check_signatures
+from anabranch.values.tested_versions import check_signatures
 
 TESTED = "2.13.0"  # in CI; 2.11 and 2.15 by hand
 SIGNATURES: tuple[tuple[object, Mapping[str, Sequence[str]]], ...] = (

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from anabranch.tools.predict.scaling.answer import Gain, answer, best_at_sizes
+from anabranch.tools.predict.scaling.conclusions import Gain, answer, best_at_sizes
 from anabranch.values.kinds.names import COMPRESSED
 from tools.report.scalings import COMPUTE_S, scaling_of
 

@@ -4,7 +4,7 @@ from math import inf
 
 import pytest
 
-from anabranch.ddp.compiled.cuts import MIN_PART_NBYTES, PARTS, GraphShape, cuts_for, fine_cuts, is_connected
+from anabranch.ddp.compiled.cut_points import MIN_PART_NBYTES, PARTS, GraphShape, cuts_for, fine_cuts, is_connected
 
 MIB = 1 << 20
 

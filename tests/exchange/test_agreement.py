@@ -6,7 +6,7 @@ import pytest
 import torch.distributed as dist
 
 from anabranch import Bucket, DisagreementError, Network, Plan, TensorSpec, Trace
-from anabranch.exchange.agree import agree_on, all_or_none, check_same, from_all_ranks, from_rank_0
+from anabranch.exchange.agreement import agree_on, all_or_none, check_same, from_all_ranks, from_rank_0
 from anabranch.exchange.contracts import Group
 from ranks import Case, cases_on_ranks, on_ranks
 

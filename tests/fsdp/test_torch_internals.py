@@ -1,7 +1,7 @@
 """The private names of FSDP2: where torch has one of them elsewhere, replicate() and watch() say so by its name."""
 
 import anabranch as ab
-from anabranch.fsdp import internals
+from anabranch.fsdp import torch_internals as internals
 from fsdp.small_model import model_of, refused, two_nodes, without
 from ranks import on_ranks
 

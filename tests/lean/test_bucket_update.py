@@ -14,11 +14,11 @@ import torch
 from torch import nn
 
 import anabranch as ab
-from anabranch.lean import update
+from anabranch.lean import bucket_update as update
+from anabranch.lean.bucket_update import BucketUpdater
 from anabranch.lean.buckets import LiveBucket
 from anabranch.lean.optimizers import BucketOptimizer, BucketOptimizers
 from anabranch.lean.options import Clipping
-from anabranch.lean.update import BucketUpdater
 from lean.launches import each_on_ranks
 
 WIDTH, LAYERS = 8, 6
