@@ -1,4 +1,4 @@
-"""The parameters of a model: which must be the same on all ranks, which are trained, and their parts of flat buckets."""
+"""A model's parameters: which must be the same on all ranks, which are trained, and their parts of flat buckets."""
 
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
