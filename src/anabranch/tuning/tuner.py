@@ -404,10 +404,7 @@ class Tuner:
         failure, search.failure = search.failure, ""
         settled = not origin and not failure and not best.doubtful
         if self._cache is not None and settled and self._default_step_s is not None:
-            parts, default_s = self._graphs.parts, self._default_step_s
-            self._cache.write(
-                best.label, best.plan, best.steps_s, default_s, self.search.network.known, self.search.trace, parts
-            )
+            self._cache.write(best, self._default_step_s, search.network.known, search.trace, self._graphs.parts)
         search.network.note_error(self.search.trace, best)
         reason = f"planning failed ({failure})" if failure else reason
         what = f"{search.default_label}: {reason}" if best.plan is None else best.label
