@@ -36,13 +36,6 @@ def test_a_pool_is_its_naive_twin(size: int) -> None:
     assert ends(found) == pytest.approx(naive(TRACE, size, 1024, 0.3, 1, 1.7, 5))
 
 
-def test_portions_do_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = slowest_ranks(TRACE, [3, 100], 0.2, seed=1)
-    monkeypatch.setattr("anabranch.planning.simulator.CHUNK_NUMBERS", 13 * 7)
-    parts = slowest_ranks(TRACE, [3, 100], 0.2, seed=1)
-    assert [ends(parts[size]) for size in (3, 100)] == [pytest.approx(ends(whole[size])) for size in (3, 100)]
-
-
 def test_the_same_seed_gives_the_same_ranks() -> None:
     assert slowest_ranks(TRACE, [4, 16], 0.3, seed=5) == slowest_ranks(TRACE, [4, 16], 0.3, seed=5)
     assert slowest_ranks(TRACE, [4, 16], 0.3, seed=5) != slowest_ranks(TRACE, [4, 16], 0.3, seed=6)

@@ -31,7 +31,6 @@ from anabranch.values.trace import Trace
 MAX_JITTER = 3.0  # one piece of work in six then takes twenty times as long or more: beyond, nothing is modelled
 WORLDS = 64  # number of worlds of one size over which the last rank is averaged, where the pool has so many
 LEAST_RANKS = 512  # in the pool, so that the mean of small worlds is over many of them
-CHUNK_NUMBERS = 1 << 20  # drawn at once: 65,536 ranks of 10,000 tensors must not need gigabytes
 
 Times = npt.NDArray[np.float64]
 
@@ -204,44 +203,34 @@ def slowest_ranks(
     ready = np.array([tensor.ready_s for tensor in trace.tensors])
     work = np.concatenate([[trace.forward_s], np.diff(ready, prepend=0.0)])
     rng = np.random.default_rng(seed)
-    ranks = max(max(world_sizes), LEAST_RANKS if jitter else 1)
-    chunk = max(1, CHUNK_NUMBERS // len(work))
-    for low in range(0, ranks, chunk):
-        shape = (min(chunk, ranks - low), len(work))
-        took = work * np.exp(jitter * rng.standard_normal(shape)) if jitter else np.broadcast_to(work, shape)
-        arrived = np.cumsum(took, axis=1)
+    for _ in range(max(max(world_sizes), LEAST_RANKS if jitter else 1)):
+        arrived = np.cumsum(work * np.exp(jitter * rng.standard_normal(len(work))) if jitter else work)
         for world in worlds:
             world.add(arrived)
     return {world.size: _seen(trace, world.total / world.done) for world in worlds}
 
 
 class _Worlds:
-    """Worlds of one size, filled with ranks in chunks; adds up, over the worlds, when the last rank was ready."""
+    """Worlds of one size, filled rank by rank; adds up, over the worlds, when the last rank was ready."""
 
     def __init__(self, size: int, stragglers: int, factor: float) -> None:
         if not 0 <= stragglers <= size:
             raise ValueError(f"stragglers is {stragglers}: expected 0 to {size}, the world size")
         self.size, self._stragglers, self._factor = size, stragglers, factor
-        self.done = 0
-        self.total: Times = np.zeros(1)
-        self._filled = 0
-        self._latest: Times = np.zeros(1)
+        self.done = self._filled = 0
+        self.total = self._latest = np.zeros(1)
 
     def add(self, arrived: Times) -> None:
-        """Rows are ranks: the end of forward, then each gradient's instant."""
-        at = 0
-        while at < len(arrived) and self.done < WORLDS:
-            rows = arrived[at : at + self.size - self._filled]
-            slow = max(0, self._stragglers - self._filled)  # the first ranks of a world are its stragglers
-            for part, factor in ((rows[:slow], self._factor), (rows[slow:], 1.0)):
-                if len(part):
-                    self._latest = np.maximum(self._latest, factor * part.max(axis=0))
-            at += len(rows)
-            self._filled += len(rows)
-            if self._filled == self.size:
-                self.total = self.total + self._latest
-                self.done += 1
-                self._filled, self._latest = 0, np.zeros(1)
+        """The next rank: the end of its forward, then each gradient's instant."""
+        if self.done == WORLDS:
+            return
+        is_straggler = self._filled < self._stragglers  # the first ranks of a world are
+        self._latest = np.maximum(self._latest, self._factor * arrived if is_straggler else arrived)
+        self._filled += 1
+        if self._filled == self.size:
+            self.total = self.total + self._latest
+            self.done += 1
+            self._filled, self._latest = 0, np.zeros(1)
 
 
 def _seen(trace: Trace, latest: Times) -> Trace:
