@@ -1,10 +1,8 @@
 """Records a Trace of a live model: when each gradient is ready. Does not wait for the device while the model runs."""
 
-import platform
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from datetime import UTC, datetime
 from types import TracebackType
 from typing import Self
 
@@ -13,6 +11,7 @@ import torch
 from torch import nn
 
 from anabranch.observe.clock import clock_for
+from anabranch.observe.environment import machine_facts
 from anabranch.observe.step_timer import StepMarks, StepObserver, StepTimer
 from anabranch.values.checks import Scalar
 from anabranch.values.trace import TensorSpec, Trace
@@ -114,7 +113,7 @@ class Recorder(StepObserver):
             parameter, column = self._parameters[name], columns[name]
             numel, itemsize, dtype = parameter.numel(), parameter.element_size(), str(parameter.dtype)[len("torch.") :]
             tensors.append(TensorSpec(name, numel, itemsize, median[column], dtype, spread[column]))
-        facts = {**_facts(self._device), **_order_facts(steps), "steps": len(steps), **(meta or {})}
+        facts = {**machine_facts(self._device), **_order_facts(steps), "steps": len(steps), **(meta or {})}
         facts["forward_spread_s"] = float(np.subtract(*np.percentile(forward, [75, 25])))
         return Trace(tuple(tensors), float(np.median(forward)), facts)
 
@@ -136,19 +135,3 @@ def _order_facts(steps: list[StepMarks]) -> dict[str, Scalar]:
             name = next((a for a, b in zip(first, order, strict=False) if a != b), (first + order)[-1])
             return {"order_changed_at": name}
     return {}
-
-
-def _facts(device: torch.device) -> dict[str, Scalar]:
-    """Date, versions and hardware of a measurement."""
-    facts: dict[str, Scalar] = {
-        "date": datetime.now(UTC).date().isoformat(),
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "device": f"CPU {platform.machine()}, {torch.get_num_threads()} threads",
-    }
-    if device.type == "cuda":
-        facts["device"] = torch.cuda.get_device_name(device)
-        facts["cuda"] = torch.version.cuda
-        facts["matmul_tf32"] = torch.backends.cuda.matmul.allow_tf32
-        facts["cudnn_tf32"] = torch.backends.cudnn.allow_tf32
-    return facts

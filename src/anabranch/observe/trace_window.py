@@ -16,6 +16,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -81,9 +82,8 @@ class ClockAlignment(NamedTuple):
 
     def to_rank_0_time(self, at_s: float) -> float:
         """Rank 0's time when this rank's clock says ``at_s``."""
-        span_s = self.after.at_s - self.before.at_s
-        share = min(1.0, max(0.0, (at_s - self.before.at_s) / span_s)) if span_s > 0 else 0.0
-        return at_s - self.before.ahead_s - share * (self.after.ahead_s - self.before.ahead_s)
+        known_at_s, ahead_s = [self.before.at_s, self.after.at_s], [self.before.ahead_s, self.after.ahead_s]
+        return at_s - float(np.interp(at_s, known_at_s, ahead_s))
 
 
 class HostAnchor(NamedTuple):
@@ -114,6 +114,9 @@ class WindowFile:
     replaced, is refused on all ranks before any step; ``next_step`` is the number of the one that comes next.
     """
 
+    anchor: HostAnchor  # the mark at the start of the window
+    _clock: Clock
+
     def __init__(
         self, first: int, last: int, path: str | os.PathLike[str], force: bool, *, next_step: int, control: Group
     ) -> None:
@@ -128,24 +131,15 @@ class WindowFile:
         self._force = force
         self._control = control
         self._offsets_before: list[Offset] = []
-        self._begun: tuple[Clock, HostAnchor] | None = None
 
     def begin(self, clock: Clock) -> None:
         """Compare the clocks of all ranks, and tie ``clock`` to the host's; waits for the device."""
         self._offsets_before = clock_offsets(self._control)
-        self._begun = (clock, HostAnchor.measure(clock))
-
-    @property
-    def anchor(self) -> HostAnchor:
-        """The mark at the start of the window."""
-        assert self._begun is not None
-        return self._begun[1]
+        self._clock, self.anchor = clock, HostAnchor.measure(clock)
 
     def at(self, mark: object) -> float:
         """When a mark of the clock was taken, in seconds of this rank's host."""
-        assert self._begun is not None
-        clock, anchor = self._begun
-        return anchor.host_s + clock.elapsed_s(anchor.mark, mark)
+        return self.anchor.host_s + self._clock.elapsed_s(self.anchor.mark, mark)
 
     def write(self, recording: Mapping[str, Any], facts: Mapping[str, Any]) -> None:
         """Gather what the ranks recorded, JSON values with a list ``steps``, and write it on rank 0."""
