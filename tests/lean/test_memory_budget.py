@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import anabranch as ab
-from anabranch.lean.activations.cost_model import Action, BlockCosts
-from anabranch.lean.activations.solver import BudgetError
+from anabranch.lean.activations.solver import Action, BlockCosts, BudgetError
 from anabranch.lean.memory_budget import ALIKE, Gradient, Held, Storage, check_fits, choose_within, gradients_of
 from anabranch.planning.memory import (
     FRAGMENTATION,

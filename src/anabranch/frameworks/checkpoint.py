@@ -5,8 +5,8 @@
     anabranch/rank3/residuals/layer.weight  the residual of that parameter on rank 3
     anabranch/rank3/numbers                 the rest of ``comm_state_dict()``: JSON, as bytes in a uint8 tensor
 
-torch.distributed.checkpoint takes one key on two ranks for one entry and silently drops one of them: hence the rank in
-the key. It would pickle what is not a tensor: hence the bytes.
+torch.distributed.checkpoint silently drops one of two entries with one key: hence the rank in the key. It would pickle
+what is not a tensor: hence the bytes.
 
 ``ReplicationState``, the state of a ``Replication``, as DTensors by node:
 
@@ -26,7 +26,7 @@ import os
 import re
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -36,30 +36,19 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.distributed.tensor import DTensor
 
+from anabranch.exchange.residuals.checkpoint import refused
 from anabranch.values.errors import FileError
 from anabranch.values.files import brief
 
 if TYPE_CHECKING:
     from anabranch.fsdp.replicate import Replication
+    from anabranch.tuning.tuned_model import Tuned
 
 TENSORS = ("residuals", "velocities")  # by parameter; everything else is numbers and strings
 
+REMEDY = "load a checkpoint that CommState saved"
 SavedAt = str | os.PathLike[str] | StorageReader
 log = logging.getLogger("anabranch")
-
-
-class Model(Protocol):
-    """The part of a ``DataParallel`` that is used here."""
-
-    process_group: dist.ProcessGroup
-
-    def comm_state_dict(self) -> dict[str, Any]:
-        """This rank's communication state."""
-        ...
-
-    def load_comm_state_dict(self, *states: Any) -> None:
-        """Load the state of this rank, or those of all ranks."""
-        ...
 
 
 class CommState(Stateful):
@@ -74,7 +63,7 @@ class CommState(Stateful):
     name       the prefix of the keys, for checkpoints of several models
     """
 
-    def __init__(self, model: Model, saved_at: SavedAt | None = None, name: str = "anabranch") -> None:
+    def __init__(self, model: "Tuned", saved_at: SavedAt | None = None, name: str = "anabranch") -> None:
         self._model = model
         self._saved_at = saved_at
         self._name = name
@@ -274,43 +263,30 @@ def packed(state: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
 
 def unpacked(entries: Mapping[str, torch.Tensor], where: str = "") -> dict[str, Any]:
     """The ``comm_state_dict()`` that ``packed`` was given; ``where`` names its origin in errors."""
-    if "numbers" not in entries:
-        raise _refused(f"{where}/numbers", "missing", "one, written by CommState")
-    numbers = _numbers(entries["numbers"], f"{where}/numbers")
+    content = entries.get("numbers")
+    numbers = _numbers(content)
+    if numbers is None or not numbers.keys().isdisjoint(TENSORS):
+        raise refused(f"{where}/numbers", content, f"a JSON object without {' and '.join(TENSORS)}, as bytes", REMEDY)
     found: dict[str, dict[str, torch.Tensor]] = {kind: {} for kind in TENSORS}
     for key, value in entries.items():
         kind, _, name = key.partition("/")
-        if key == "numbers":
-            continue
-        if kind not in TENSORS or not name or not isinstance(value, torch.Tensor):
-            raise _refused(f"{where}/{key}", type(value).__name__, f"tensors under {' and '.join(TENSORS)} only")
-        if not numbers:
-            raise _refused(f"{where}/{key}", "there", "no tensors where numbers are empty")
-        found[kind][name] = value
+        if numbers and kind in found and name and isinstance(value, torch.Tensor):
+            found[kind][name] = value
+        elif key != "numbers":
+            raise refused(f"{where}/{key}", value, f"tensors of {' and '.join(TENSORS)}, beside numbers", REMEDY)
     return {**numbers, **found} if numbers else {}
 
 
-def _numbers(content: Any, where: str) -> dict[str, Any]:
-    """The dictionary in the entry of numbers and strings."""
-    if not isinstance(content, torch.Tensor) or content.dtype != torch.uint8 or content.dim() != 1:
-        shown = f"{content.dtype} {list(content.shape)}" if isinstance(content, torch.Tensor) else repr(content)[:80]
-        raise _refused(where, shown, "a flat tensor of bytes")
+def _numbers(content: Any) -> dict[str, Any] | None:
+    """The dictionary in the entry of numbers and strings; None if it is none."""
     try:
-        numbers = json.loads(content.cpu().numpy().tobytes())
-    except (ValueError, RecursionError) as error:
-        raise _refused(where, f"not JSON ({str(error)[:80]})", "a JSON object") from error
-    if not isinstance(numbers, dict) or not numbers.keys().isdisjoint(TENSORS):
-        raise _refused(where, repr(numbers)[:80], f"a JSON object without {' and '.join(TENSORS)}")
-    return numbers
+        numbers = json.loads(bytes(content.tolist()))
+    except (AttributeError, TypeError, ValueError, RecursionError):
+        return None
+    return numbers if isinstance(numbers, dict) else None
 
 
-def _refused(entry: str, found: str, expected: str) -> ValueError:
-    return ValueError(
-        f"the entry {entry} of the checkpoint is {found}: expected {expected}; load a checkpoint that CommState saved"
-    )
-
-
-def save_rank_file(model: Model, folder: str | os.PathLike[str], name: str = "anabranch") -> None:
+def save_rank_file(model: "Tuned", folder: str | os.PathLike[str], name: str = "anabranch") -> None:
     """Write this rank's communication state; call it on every rank. ``name`` tells several models apart."""
     path = _rank_path(folder, name, dist.get_rank(model.process_group))
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -319,7 +295,7 @@ def save_rank_file(model: Model, folder: str | os.PathLike[str], name: str = "an
     unfinished.replace(path)
 
 
-def load_rank_files(model: Model, folder: str | os.PathLike[str], name: str = "anabranch") -> None:
+def load_rank_files(model: "Tuned", folder: str | os.PathLike[str], name: str = "anabranch") -> None:
     """Load this rank's state, or all ranks' if their number has changed; call it on every rank.
 
     A checkpoint without files of ours, such as one of a training with DistributedDataParallel, has nothing to load.

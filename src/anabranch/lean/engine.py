@@ -272,7 +272,7 @@ class Engine(StepObserver):
         slots = (self._slots, self._dense_slots, self._residual_slots)
         for each in slots:
             each.wait()
-        refusal = self.updates.finish_step()
+        self.updates.finish_step()
         for each in slots:
             each.free()
         self._launched = 0
@@ -281,8 +281,6 @@ class Engine(StepObserver):
         self.steps_done += 1
         if self._on_averaged is not None:
             self._on_averaged()
-        if refusal is not None:
-            raise refusal
 
     @property
     def _control(self) -> Group:

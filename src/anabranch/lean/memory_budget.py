@@ -17,8 +17,7 @@ from torch import nn
 
 from anabranch.exchange.compression import Settings, keeps_residual, kinds_of
 from anabranch.lean.activations.blocks import END, REST, blocks_of
-from anabranch.lean.activations.cost_model import Action, BlockCosts, in_use
-from anabranch.lean.activations.solver import BudgetError, Choice, choose, smallest_budget
+from anabranch.lean.activations.solver import Action, BlockCosts, BudgetError, Choice, choose, in_use, smallest_budget
 from anabranch.observe.clock import clock_for
 from anabranch.planning.memory import (
     FRAGMENTATION,

@@ -129,7 +129,7 @@ class BucketOptimizer:
         self._user_optimizer = user_optimizer
         self._numels = [parameter.numel() for parameter in parameters]
         self._all_used = [True] * len(parameters)
-        self._state_checked = False
+        self._checked = False
         # The factory's own groups of these few parameters do not count: it may have grouped by position.
         members: dict[int, list[nn.Parameter]] = {}
         for parameter in parameters:
@@ -186,11 +186,10 @@ class BucketOptimizer:
             parameter.grad = None
         for parameter, gradient in kept:
             parameter.grad = gradient
-        for group, index in self._groups:
-            _check_settings(self._optimizer, group, self._user_optimizer.param_groups[index])
-        if not self._state_checked:
-            self._state_checked = True
-            _check_state(self._optimizer)
+        if not self._checked:
+            self._checked = True
+            for group, index in self._groups:
+                _check_step(self._optimizer, group, self._user_optimizer.param_groups[index])
 
 
 def _check_taken_over(optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]) -> None:
@@ -223,23 +222,20 @@ def _part_of(
     return part
 
 
-def _check_settings(optimizer: torch.optim.Optimizer, group: dict[str, Any], settings: dict[str, Any]) -> None:
-    """Refuse a step that changed its group: the next step would get the user's settings again."""
-    for name, value in group.items():
-        before = settings.get(name) if name != "params" else value
-        if value is not before and (isinstance(value, torch.Tensor) or value != before):
-            raise ValueError(
-                f"{type(optimizer).__name__}.step() changes {name!r} in its parameter groups, and every bucket has "
-                "its own: use an optimizer that keeps what it remembers in state, by parameter"
-            )
-
-
-def _check_state(optimizer: torch.optim.Optimizer) -> None:
-    """Refuse state of all parameters together: each bucket's step would change it."""
-    if others := [key for key in optimizer.state if not isinstance(key, torch.Tensor)]:
+def _check_step(optimizer: torch.optim.Optimizer, group: dict[str, Any], settings: dict[str, Any]) -> None:
+    """Refuse a step that changed its group, or state of all parameters together: every bucket has its own step."""
+    changed = [
+        f"{name!r} in its parameter groups"
+        for name, value in group.items()
+        if name != "params"
+        and value is not (before := settings.get(name))
+        and (isinstance(value, torch.Tensor) or value != before)
+    ]
+    changed += [f"{key!r} in its state, for no parameter" for key in optimizer.state if not torch.is_tensor(key)]
+    if changed:
         raise ValueError(
-            f"{type(optimizer).__name__} keeps {others[0]!r} in its state, for no parameter, and every bucket has a "
-            "step of its own: use an optimizer that keeps what it remembers by parameter"
+            f"{type(optimizer).__name__}.step() changes {changed[0]}, and every bucket has a step of its own: use an "
+            "optimizer that keeps what it remembers in state, by parameter"
         )
 
 

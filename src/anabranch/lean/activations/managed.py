@@ -6,10 +6,9 @@ from typing import Any
 
 from torch import nn
 
-from anabranch.lean.activations.cost_model import Action, BlockCosts, Forecast
 from anabranch.lean.activations.profiler import BlockProfiler
 from anabranch.lean.activations.recompute import PatchedModel, recompute
-from anabranch.lean.activations.solver import BudgetError, Choice, choose, smallest_budget
+from anabranch.lean.activations.solver import Action, BlockCosts, BudgetError, Choice, Forecast
 from anabranch.lean.options import Mode
 
 log = logging.getLogger("anabranch")
@@ -45,8 +44,7 @@ class ManagedActivations:
         for patches in (self._patched, self._profiler):
             if patches is not None:
                 patches.undo()
-        self._patched = None
-        self._profiler = None
+        self._patched = self._profiler = None
 
     def choose(self, choosing: Choosing, agree: Agree = dict) -> None:
         """Choose the mix if enough steps were profiled.
@@ -79,15 +77,3 @@ def _own_choice(profiler: BlockProfiler, choosing: Choosing) -> ChoiceMessage:
     except Exception as error:
         log.exception("anabranch: choosing which activations are recomputed has failed")
         return {"error": f"choosing which activations are recomputed failed: {type(error).__name__}: {error}"}
-
-
-def choose_activations(blocks: Sequence[BlockCosts], budget_nbytes: int | None) -> ChoiceMessage:
-    """The fastest mix whose activations keep within a budget; BudgetError, which names the least one, if none does."""
-    assert budget_nbytes is not None  # ``Activations`` has checked it
-    try:
-        return choose(blocks, budget_nbytes)._asdict()
-    except BudgetError:
-        raise BudgetError(
-            f"budget_nbytes is {budget_nbytes}: no choice of blocks to recompute keeps within it; give at least "
-            f"{smallest_budget(blocks)}, or a smaller batch"
-        ) from None
