@@ -93,8 +93,7 @@ class BucketOptimizers:
                 f"Lean's optimizer function returned the same {type(made).__name__} twice: expected a new one in every "
                 "call, over the parameters it is given"
             )
-        if _needs_closure(made):
-            raise _closure_error(type(made).__name__)
+        _check_needs_no_closure(made)
         held = {parameter for group in made.param_groups for parameter in group["params"]}
         if held != set(parameters):
             raise ValueError(
@@ -105,13 +104,7 @@ class BucketOptimizers:
         return made
 
 
-class _Stepping(threading.local):
-    """Whether this thread steps the optimizer of a bucket, and those that it may have inside."""
-
-    now = False
-
-
-stepping = _Stepping()
+stepping = threading.local()  # has ``now`` while this thread steps the optimizer of a bucket, and those inside it
 
 
 class BucketOptimizer:
@@ -195,8 +188,7 @@ class BucketOptimizer:
 def _check_taken_over(optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]) -> None:
     """Raise ValueError unless this optimizer can be split between buckets, and holds what the model trains."""
     name = type(optimizer).__name__
-    if _needs_closure(optimizer):
-        raise _closure_error(name)
+    _check_needs_no_closure(optimizer)
     held = {parameter for group in optimizer.param_groups for parameter in group["params"]}
     if missing := [each for each, parameter in parameters.items() if parameter not in held]:
         raise ValueError(
@@ -255,16 +247,13 @@ def _comparable(value: object) -> object:
     return value if plain else type(value).__name__
 
 
-def _needs_closure(optimizer: torch.optim.Optimizer) -> bool:
+def _check_needs_no_closure(optimizer: torch.optim.Optimizer) -> None:
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
-    return isinstance(optimizer, torch.optim.LBFGS) or (closure is not None and closure.default is closure.empty)
-
-
-def _closure_error(name: str) -> ValueError:
-    return ValueError(
-        f"{name} calls the model again and again in its step, which cannot be done inside backward: use an optimizer "
-        "whose step() needs no closure"
-    )
+    if isinstance(optimizer, torch.optim.LBFGS) or (closure is not None and closure.default is closure.empty):
+        raise ValueError(
+            f"{type(optimizer).__name__} calls the model again and again in its step, which cannot be done inside "
+            "backward: use an optimizer whose step() needs no closure"
+        )
 
 
 def _step_of_user(self: torch.optim.Optimizer, closure: Callable[[], Any] | None = None) -> Any:

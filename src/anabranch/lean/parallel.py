@@ -23,7 +23,7 @@ from anabranch.exchange.compression import Compress, Settings, collectives_for, 
 from anabranch.exchange.contracts import Scaler
 from anabranch.exchange.groups import USE_A_TORCH_GROUP, default_group, no_clone_reason
 from anabranch.exchange.model_parameters import ignored_names, model_parts
-from anabranch.lean.activations.managed import PROFILED_STEPS, ChoiceMessage, ManagedActivations
+from anabranch.lean.activations.profiler import PROFILED_STEPS, ChoiceMessage, ManagedActivations
 from anabranch.lean.activations.solver import BlockCosts
 from anabranch.lean.bucket_update import BucketUpdater
 from anabranch.lean.engine import Engine, PassState, in_backward
@@ -118,9 +118,7 @@ class LeanDataParallel(Tuned, nn.Module):
         alone = group.size() == 1
         self.find_unused_parameters = find_unused_parameters or alone  # a single rank needs no message for it
         parameters = _trainable_parameters(module)
-        with torch.no_grad():
-            tensors = [*module.named_parameters(), *module.named_buffers()]
-            self._broadcast_from_rank_0(_synchronised_tensors(tensors, module))
+        self._broadcast_from_rank_0([*module.named_parameters(), *module.named_buffers()])
         if alone and plan is None:
             tuning = replace(tuning, profile_steps=0)
         self._pass = PassState()
@@ -286,8 +284,7 @@ class LeanDataParallel(Tuned, nn.Module):
         if will_average and tuner.steps_done >= PROFILED_STEPS:  # the same forward on all ranks: steps count alike
             self._choose()
         if self._broadcast_buffers and (will_average or self._buffers_changed):
-            with torch.no_grad():
-                self._broadcast_from_rank_0(_synchronised_tensors(self.module.named_buffers(), self.module))
+            self._broadcast_from_rank_0(self.module.named_buffers())
         self._buffers_changed = will_average  # this forward updates running statistics on each rank
 
     @_disable_dynamo
@@ -354,7 +351,11 @@ class LeanDataParallel(Tuned, nn.Module):
             raise RuntimeError("this DataParallel was closed: wrap the module again")
         return self._tuner
 
-    def _broadcast_from_rank_0(self, tensors: list[torch.Tensor]) -> None:
+    @torch.no_grad()
+    def _broadcast_from_rank_0(self, named: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Send these tensors from rank 0 to all ranks, without those that DDP ignores."""
+        ignored = ignored_names(self.module)
+        tensors = [tensor for name, tensor in named if name not in ignored]
         if tensors and self.process_group.size() > 1:
             dist._broadcast_coalesced(self.process_group, tensors, BROADCAST_NBYTES, 0)  # type: ignore[attr-defined]
 
@@ -403,12 +404,6 @@ def _check_arguments(unnamed: tuple[Any, ...], others: dict[str, Any], compress:
             f"OkTopk momentum is {compress.momentum}, and under Lean gradients are added to the residual as they "
             "arrive: expected 0; use the momentum of the optimizer"
         )
-
-
-def _synchronised_tensors(named: Iterable[tuple[str, torch.Tensor]], module: nn.Module) -> list[torch.Tensor]:
-    """The tensors that are kept the same on all ranks, without those that DDP ignores."""
-    ignored = ignored_names(module)
-    return [tensor for name, tensor in named if name not in ignored]
 
 
 def _trainable_parameters(module: nn.Module) -> dict[str, nn.Parameter]:

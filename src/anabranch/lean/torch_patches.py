@@ -43,8 +43,11 @@ _installed = False
 
 def watch(model: "LeanDataParallel") -> None:
     """Have torch's calls respect this model from now on."""
+    global _installed
     _models.add(model)
-    _install()
+    if not _installed:
+        _installed = True
+        _install()
 
 
 def check_followed(followed: Scaler | None) -> None:
@@ -66,10 +69,6 @@ def check_followed(followed: Scaler | None) -> None:
 
 
 def _install() -> None:
-    global _installed
-    if _installed:
-        return
-    _installed = True
     register_optimizer_step_pre_hook(_refuse_idle_step)
     for scaler in (torch.amp.GradScaler, ShardedGradScaler):  # which has a scale() of its own
         scaler.scale = _recording_passes(scaler.scale)  # type: ignore[method-assign]
@@ -152,7 +151,7 @@ def _refuse_idle_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], k
     One with other parameters, too, may have a step without gradients now and then; and a closure may bring some.
     """
     closure = args[1] if len(args) > 1 else kwargs.get("closure")  # the first is the optimizer
-    if not _models or stepping.now or closure is not None:
+    if not _models or getattr(stepping, "now", False) or closure is not None:
         return
     held = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
     if not held or any(parameter.grad is not None for parameter in held):

@@ -7,8 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from anabranch.lean.activations.managed import ManagedActivations
-from anabranch.lean.activations.profiler import BlockProfiler
+from anabranch.lean.activations.profiler import BlockProfiler, ManagedActivations
 from anabranch.lean.activations.solver import BlockCosts, choose
 
 Around = Callable[[nn.Module], AbstractContextManager[object]]

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from anabranch.lean.activations.managed import PROFILED_STEPS, ManagedActivations
+from anabranch.lean.activations.profiler import PROFILED_STEPS, ManagedActivations
 from anabranch.lean.activations.solver import Action, BudgetError, choose, smallest_budget
 from anabranch.lean.options import Activations
 from lean.activations.networks import (

@@ -1,6 +1,10 @@
-"""Measures what each block saves and how long it computes, in steps that need little memory."""
+"""Activations of a live model kept, recomputed, or a mix chosen from what its own first steps show.
 
-from collections.abc import Callable, Mapping
+Those steps need little memory: what each block saves, and how long it computes, is measured one block at a time.
+"""
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, Never, Self
@@ -14,11 +18,20 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from anabranch.lean.activations.blocks import END, REST, Block, blocks_of
-from anabranch.lean.activations.recompute import BlockRange, PatchedModel, no_side_effects
-from anabranch.lean.activations.solver import Action, BlockCosts
+from anabranch.lean.activations.recompute import BlockRange, PatchedModel, no_side_effects, recompute
+from anabranch.lean.activations.solver import Action, BlockCosts, BudgetError, Choice, Forecast
+from anabranch.lean.options import Mode
 from anabranch.observe.clock import Clock, clock_for
 from anabranch.observe.step_timer import StepObserver, StepTimer, tensors_in
 from anabranch.planning.memory import CONVOLUTION_WORKSPACE
+
+log = logging.getLogger("anabranch")
+
+PROFILED_STEPS = 2  # the first also warms up
+
+ChoiceMessage = dict[str, Any]  # a choice, or why there is none yet or at all, as a JSON document
+Agree = Callable[[ChoiceMessage], ChoiceMessage]
+Choosing = Callable[[Sequence[BlockCosts]], ChoiceMessage]
 
 KEEPS_STATE = (
     "if it keeps something for later, such as a cache of keys and values, it cannot be recomputed. Switch that off (in "
@@ -174,12 +187,12 @@ class BlockProfiler(StepObserver):
         if not torch.is_grad_enabled() or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
             return function(*args, **kwargs)
 
-        def pack(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
+        def pack(tensor: torch.Tensor) -> torch.Tensor:
             nbytes = self._saved.count(tensor)
             self._part.add(Saved(nbytes, nbytes))
-            return tensor.detach(), tensor._version  # the tensor itself would make a cycle with its graph
+            return tensor.detach()  # the tensor itself would make a cycle with its graph
 
-        with saved_tensors_hooks(pack, _unchanged):
+        with saved_tensors_hooks(pack, lambda tensor: tensor):
             return function(*args, **kwargs)
 
     def _run_profiled(
@@ -291,13 +304,60 @@ class BlockProfiler(StepObserver):
         self.steps += 1
 
 
-def _unchanged(saved: tuple[torch.Tensor, int]) -> torch.Tensor:
-    """The saved tensor. Under hooks torch does not check for changes in place, so this does."""
-    tensor, version = saved
-    if tensor._version != version:
-        raise RuntimeError(
-            f"a tensor of shape {tuple(tensor.shape)} that backward needs has been modified by an inplace operation "
-            f"since it was saved: it is at version {tensor._version}, expected {version}; use the operation that is "
-            "not in place, or clone first"
-        )
-    return tensor
+class ManagedActivations:
+    """A model whose activations are managed by a mode until ``undo()``.
+
+    In mode "auto" the first steps are profiled, with as little memory as possible. The wrapper calls ``choose()``
+    before each forward, on all ranks, until there is a ``choice``, which all ranks follow; ``agreed`` is its message.
+    """
+
+    def __init__(self, model: nn.Module, mode: Mode) -> None:
+        self.choice: Choice | None = None
+        self.agreed: ChoiceMessage = {}
+        self._model = model
+        self._patched = recompute(model) if mode == "recompute" else None
+        self._profiler = BlockProfiler(model) if mode == "auto" else None
+
+    @property
+    def actions(self) -> dict[str, Action]:
+        """The action of each block; empty while all are kept or profiled."""
+        return {} if self._patched is None else dict(self._patched.actions)
+
+    def undo(self) -> None:
+        """Leave the model as it was."""
+        for patches in (self._patched, self._profiler):
+            if patches is not None:
+                patches.undo()
+        self._patched = self._profiler = None
+
+    def choose(self, choosing: Choosing, agree: Agree = dict) -> None:
+        """Choose the mix if enough steps were profiled.
+
+        ``choosing`` returns what this rank would choose, by the costs of its blocks. ``agree`` turns it into the choice
+        of all ranks, which must recompute alike where a block communicates, as SyncBatchNorm does. Raises BudgetError,
+        in every call, if no mix keeps within the budget.
+        """
+        if self._profiler is None:
+            return
+        enough = self._profiler.steps >= PROFILED_STEPS
+        agreed = agree(_own_choice(self._profiler, choosing) if enough else {"wait": True})
+        if "wait" in agreed:
+            return
+        if "error" in agreed:
+            raise BudgetError(agreed["error"])
+        self.agreed = agreed
+        self.choice = Choice(agreed["actions"], Forecast(*agreed["forecast"]))
+        self._profiler.undo()
+        self._profiler = None
+        self._patched = PatchedModel(self._model, self.choice.actions)
+
+
+def _own_choice(profiler: BlockProfiler, choosing: Choosing) -> ChoiceMessage:
+    """Return this rank's choice, or why none is possible: ranks must agree on that, too, or one would wait."""
+    try:
+        return choosing(profiler.costs())
+    except BudgetError as error:
+        return {"error": str(error)}
+    except Exception as error:
+        log.exception("anabranch: choosing which activations are recomputed has failed")
+        return {"error": f"choosing which activations are recomputed failed: {type(error).__name__}: {error}"}
