@@ -117,7 +117,8 @@ class StepNorm:
         record_stream(*norms)
         if not norms:
             return torch.zeros(())
-        return torch.linalg.vector_norm(torch.stack(norms))
+        total: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms))
+        return total
 
 
 @dataclass(frozen=True)
@@ -190,13 +191,9 @@ class BucketUpdater:
         if used is not None:
             record_stream(used)
             yield issued(dist.all_reduce(used, op=dist.ReduceOp.MAX, group=group, async_op=True))
-        # If nothing is missing here, every parameter was used, and this rank need not read the result.
-        self._average_arrived(bucket, average, used if bucket.missing else None)
-
-    def _average_arrived(self, bucket: LiveBucket, average: torch.Tensor, used: torch.Tensor | None) -> None:
-        """Clip the average, and update the bucket with it or hold it."""
-        if used is not None:  # a residual may also reach parameters that no rank used in this step
-            used = (used != 0).logical_or_(bucket.optimizer.nonzero(average))
+            # If nothing is missing here, every parameter was used, and this rank need not read the result. A residual
+            # may also reach parameters that no rank used in this step.
+            used = (used != 0).logical_or_(bucket.optimizer.nonzero(average)) if bucket.missing else None
         finite = all_finite(average)
         if self.loss_scale != 1.0:
             average.div_(self.loss_scale)

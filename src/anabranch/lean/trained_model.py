@@ -1,7 +1,6 @@
 """What Lean expects of a model between steps: the parameters it was wrapped with, frozen alike on all ranks."""
 
 from collections.abc import Mapping
-from contextlib import AbstractContextManager
 from hashlib import sha256
 
 import torch
@@ -10,7 +9,7 @@ from torch import nn
 
 from anabranch.exchange.agreement import check_same
 from anabranch.exchange.contracts import Group, issued
-from anabranch.exchange.model_parameters import ignored_names, trained_only
+from anabranch.exchange.model_parameters import ignored_names
 from anabranch.values.errors import CollectiveError
 
 
@@ -27,24 +26,16 @@ class TrainedModel:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self._module = module
+        self.module = module
         self.parameters = trained_parameters(module)
         self._memory_formats = {name: _memory_format(parameter) for name, parameter in self.parameters.items()}
         self._fingerprint = ModuleFingerprint(module)
-
-    def trained_now(self) -> dict[str, nn.Parameter]:
-        """The parameters that require gradients now."""
-        return trained_parameters(self._module)
-
-    def as_wrapped(self) -> AbstractContextManager[None]:
-        """A context in which the parameters are trained that were when the module was wrapped, whatever is frozen."""
-        return trained_only(self._module, self.parameters.values())
 
     def check(self) -> None:
         """Raise if the parameters were changed, other than by freezing; fast if nothing has changed."""
         if self._fingerprint.unchanged():
             return
-        for name, parameter in self.trained_now().items():
+        for name, parameter in trained_parameters(self.module).items():
             now = _memory_format(parameter)
             was = self._memory_formats.get(name, "not trained")
             if was != now or self.parameters[name] is not parameter:
@@ -53,7 +44,7 @@ class TrainedModel:
                     "added or replaced since, and its bucket and optimizer were made then; do so before wrapping, or "
                     "close() this DataParallel and wrap the module again"
                 )
-        self._fingerprint = ModuleFingerprint(self._module)
+        self._fingerprint = ModuleFingerprint(self.module)
 
 
 class ModuleFingerprint:

@@ -110,6 +110,8 @@ class BlockProfiler(StepObserver):
         self._clock: Clock = clock or clock_for(self._device)
         self._model = model
         self._backward_end: object | None = None
+        self._previous: tuple[BlockProfile, set[StorageWeakRef]] | None = None  # the block before, and its output
+        self._part = Saved()  # since a block began or ended
         self._new_step()
         usual = CONVOLUTION_WORKSPACE if self._device.type == "cuda" else 0.0
         self._convolution_workspace = usual if convolution_workspace is None else convolution_workspace
@@ -286,8 +288,8 @@ class BlockProfiler(StepObserver):
             return
         if self._in_backward:  # the profiles are of another step
             self._new_step()
-        self._previous: tuple[BlockProfile, set[StorageWeakRef]] | None = None  # the block before, and its output
-        self._part = Saved()  # since a block began or ended
+        self._previous = None
+        self._part = Saved()
 
     def on_forward_end(self, averaged: bool) -> Callable[[], None]:  # noqa: ARG002
         (self._rest if self._previous is None else self._end).add(self._part)  # a model without blocks has no end

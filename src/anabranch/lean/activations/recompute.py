@@ -160,25 +160,14 @@ class ModuleForward:
         return self._run(self._compiled or partial(type(self._module).forward, self._module), args, kwargs)
 
 
-class CompiledCall:
-    """Replaces what ``module.compile()`` has made. While that runs, the module has the forward that was compiled."""
-
-    def __init__(self, module: nn.Module, run: Run, compiled: Callable[..., Any]) -> None:
-        self._module = module
-        self._run = run
-        self._compiled = compiled
-
-    @_disable_dynamo
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._run(self._run_compiled, args, kwargs)
-
-    def _run_compiled(self, *args: Any, **kwargs: Any) -> Any:
-        replaced = self._module.__dict__.pop("forward", None)  # None: in a backward after undo()
-        try:
-            return self._compiled(*args, **kwargs)
-        finally:
-            if replaced is not None:
-                self._module.__dict__["forward"] = replaced
+def _run_compiled(module: nn.Module, compiled: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call what ``module.compile()`` has made, while the module has the forward that was compiled."""
+    replaced = module.__dict__.pop("forward", None)  # None: in a backward after undo()
+    try:
+        return compiled(*args, **kwargs)
+    finally:
+        if replaced is not None:
+            module.__dict__["forward"] = replaced
 
 
 class SequentialForward:
@@ -253,7 +242,8 @@ class PatchedModel:
         self.patch_forward(module, run)  # all that torch looks at where it compiles what calls the module
         compiled = module.__dict__.get(COMPILED)
         if compiled is not None:
-            self._replace(module, COMPILED, CompiledCall(module, run, compiled), compiled)
+            ours = ModuleForward(module, run, partial(_run_compiled, module, compiled))
+            self._replace(module, COMPILED, ours, compiled)
 
     def patch_forward(self, module: nn.Module, run: Run) -> None:
         """Let ``run`` call the module's forward."""
