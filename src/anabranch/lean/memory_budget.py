@@ -150,7 +150,7 @@ class Storage:
     ) -> None:
         self.residuals = residuals
         self.extra_s = extra_s
-        self._step, self._exchanges = step, exchanges
+        self.step, self.exchanges = step, exchanges
         moments = [moment for mode, setting in exchanges for moment in lean_moments(step.profile, setting, mode)]
         self.held_nbytes = min(moment.footprint.nbytes for moment in moments)
         self._on_top_nbytes = step.on_top(moments, self.held_nbytes)
@@ -159,8 +159,8 @@ class Storage:
 
     def peak(self, blocks: Sequence[BlockCosts], actions: Mapping[str, Action]) -> Footprint:
         """The peak of a step with these actions, by the account."""
-        profile = self._step.with_activations(in_use(blocks, actions))
-        found = (peak_footprint(profile, mode, setting) for mode, setting in self._exchanges)
+        profile = self.step.with_activations(in_use(blocks, actions))
+        found = (peak_footprint(profile, mode, setting) for mode, setting in self.exchanges)
         return max(found, key=lambda footprint: footprint.nbytes)
 
     def occupied(self, blocks: Iterable[BlockCosts]) -> list[BlockCosts]:
