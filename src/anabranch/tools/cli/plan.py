@@ -52,7 +52,7 @@ def plan(
         lower_bound_s=lower_bound_s(gradients, links, made.lanes),
         speedup_over_ddp_default=ratio(ddp_s, timeline.iteration_s),
         speedup_over_per_tensor=ratio(alone_s, timeline.iteration_s),
-        buckets=planned_buckets(gradients, made, timeline, links.world_size),
+        buckets=planned_buckets(dict(enumerate(made.buckets)), timeline, gradients),
         written=str(output) if output else None,
     )
     if as_json:
@@ -63,7 +63,7 @@ def plan(
 
 def _print(planner: str, document: "PlanDocument") -> None:
     from anabranch.tools.report.formatting import count, factor, plain, seconds
-    from anabranch.tools.report.tables import bucket_table, duration_pairs, facts
+    from anabranch.tools.report.tables import bucket_table, duration_pairs, facts, terminal
 
     buckets, lanes = count(len(document.buckets), "bucket"), count(document.lanes, "lane")
     ddp, alone = factor(document.speedup_over_ddp_default), factor(document.speedup_over_per_tensor)
@@ -75,4 +75,4 @@ def _print(planner: str, document: "PlanDocument") -> None:
         *([("written to", plain(document.written))] if document.written else []),
     ]
     title = f"Plan by {planner}: {buckets} on {lanes}, {count(document.world_size, 'rank')}"
-    show_tables(bucket_table(document.buckets), facts(title, pairs))
+    show_tables(terminal(bucket_table("Buckets in launch order", document.buckets)), facts(title, pairs))

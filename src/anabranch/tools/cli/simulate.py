@@ -51,7 +51,7 @@ def simulate(
         fingerprint=made.fingerprint,
         lanes=made.lanes,
         **timeline_figures(timeline),
-        buckets=planned_buckets(gradients, made, timeline, links.world_size),
+        buckets=planned_buckets(dict(enumerate(made.buckets)), timeline, gradients),
         written=tuple(str(path) for path in (output, chrome) if path),
     )
     if as_json:
@@ -62,9 +62,10 @@ def simulate(
 
 def _print(document: "SimulateDocument", timeline: Timeline) -> None:
     from anabranch.tools.report.formatting import count, plain
-    from anabranch.tools.report.tables import Gantt, bucket_table, duration_pairs, facts
+    from anabranch.tools.report.tables import bucket_table, duration_pairs, facts, gantt, terminal
 
     pairs = [*duration_pairs(document), ("fingerprint", document.fingerprint)]
     pairs += [("written to", plain(path)) for path in document.written]
     title = f"One step among {count(document.world_size, 'rank')}, predicted"
-    show_tables(bucket_table(document.buckets), Gantt(timeline), facts(title, pairs))
+    buckets = terminal(bucket_table("Buckets in launch order", document.buckets))
+    show_tables(buckets, gantt(timeline), facts(title, pairs))
