@@ -190,7 +190,7 @@ def test_a_plot_is_written_and_not_overwritten(tmp_path: Path, capsys: pytest.Ca
     argv = ["scale", "--trace", trace, "--network", RING, *QUICK, "--plot", str(path)]
     assert json_of(capsys, *argv)["written"] == str(path)
     content = path.read_bytes()
-    assert b'id="scaling-0-0-iteration"' in content
+    assert b'id="scaling-0-0"' in content
     assert "--force" in error_of(capsys, *argv)
     assert path.read_bytes() == content
     assert main([*argv, "--force"]) == 0
