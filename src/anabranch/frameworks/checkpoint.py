@@ -26,7 +26,7 @@ import os
 import re
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -47,6 +47,7 @@ if TYPE_CHECKING:
 TENSORS = ("residuals", "velocities")  # by parameter; everything else is numbers and strings
 
 REMEDY = "load a checkpoint that CommState saved"
+AnyEntry = TypeVar("AnyEntry")
 SavedAt = str | os.PathLike[str] | StorageReader
 log = logging.getLogger("anabranch")
 
@@ -77,15 +78,7 @@ class CommState(Stateful):
             rank = dist.get_rank(self._model.process_group)
             return {f"{self._name}/rank{rank}/{key}": value for key, value in packed(self._model.comm_state_dict())}
         here = self._saved_at
-        saved: dict[int, dict[str, TensorStorageMetadata]] = {}  # by rank, then by key
-        for path, entry in _saved_tensors(here).items():
-            if (parts := self._parts(path)) is not None:
-                saved.setdefault(parts[0], {})[parts[1]] = entry
-        if not saved:
-            raise ValueError(
-                f"the checkpoint at {here} has no entry {self._name}/rank…: it was saved without CommState(model, "
-                f"name={self._name!r}); load it without one, too"
-            )
+        saved = self._by_rank(_saved_tensors(here), f"the checkpoint at {here}")
         ranks = 1 + max(saved)
         same = ranks == dist.get_world_size(self._model.process_group)
         wanted = [dist.get_rank(self._model.process_group)] if same else list(range(ranks))
@@ -102,22 +95,22 @@ class CommState(Stateful):
 
     def load_state_dict(self, state_dict: Mapping[str, torch.Tensor]) -> None:
         """Load the entries that were read into the model."""
-        ranks: dict[int, dict[str, torch.Tensor]] = {}
-        for key, value in state_dict.items():
-            if (parts := self._parts(key)) is not None:
-                ranks.setdefault(parts[0], {})[parts[1]] = value
-        if not ranks:
-            raise ValueError(
-                f"CommState was given no entry {self._name}/rank…, but {sorted(state_dict)[:4]}: expected what its "
-                f"state_dict() names; give the name= that the checkpoint was saved with"
-            )
+        ranks = self._by_rank(state_dict, "what CommState was given")
         states = [unpacked(ranks[rank], f"{self._name}/rank{rank}") for rank in sorted(ranks)]
         self._model.load_comm_state_dict(*states)
 
-    def _parts(self, key: str) -> tuple[int, str] | None:
-        """Rank and rest of a key of ours, at any depth of the user's dictionary; None for any other key."""
-        match = re.search(rf"(?:^|\.){re.escape(self._name)}/rank(\d+)/(.*)$", key)
-        return (int(match[1]), match[2]) if match is not None else None
+    def _by_rank(self, entries: Mapping[str, AnyEntry], what: str) -> dict[int, dict[str, AnyEntry]]:
+        """Our entries, at any depth of the user's dictionary, by rank and by the rest of the key."""
+        ranks: dict[int, dict[str, AnyEntry]] = {}
+        for key, entry in entries.items():
+            if (match := re.search(rf"(?:^|\.){re.escape(self._name)}/rank(\d+)/(.*)$", key)) is not None:
+                ranks.setdefault(int(match[1]), {})[match[2]] = entry
+        if not ranks:
+            raise ValueError(
+                f"{what} has no entry {self._name}/rank…, but {sorted(entries)[:4]}: expected what CommState(model, "
+                f"name={self._name!r}) has saved; give the name= that it was saved with, or load it without CommState"
+            )
+        return ranks
 
 
 class ReplicationState(Stateful):
