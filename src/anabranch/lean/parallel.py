@@ -55,10 +55,8 @@ from anabranch.values.trace import TensorSpec, Trace
 
 BROADCAST_NBYTES = 250 << 20  # bytes per message of the initial broadcast, as in DDP
 COPIED = "it is a copy"
-NOT_COPIED = {"process_group", "_pass", "_scaler", "_tuner", "_cache", "_collectives", "_layout", "_graph_cutter"} | {
-    "_release",
-    "_undo_activations",
-}
+NOT_COPIED = ("process_group", "_pass", "_scaler", "_tuner", "_cache", "_collectives", "_layout", "_graph_cutter",
+              "_release", "_undo_activations")  # fmt: skip
 
 
 class LeanDataParallel(Tuned, nn.Module):
