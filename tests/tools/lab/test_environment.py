@@ -59,7 +59,7 @@ def test_emulation_says_so() -> None:
     (host,) = local_hosts(1)
     found = host_environment(Cluster([1e9], alpha_s=1e-4), host, host, free_port(), "abc")
     assert found["ANABRANCH_LAB"].endswith("emulated")
-    assert "rate_bit_s=1000000000.0" in found["ANABRANCH_EMULATED"]
+    assert '"rate_bit_s": 1000000000.0' in found["ANABRANCH_EMULATED"]
     assert found["ANABRANCH_NETWORK_NOTE"] == "emulated: 1 host, 1 Gbit/s, 100 µs (delays, not a real network)"
 
 

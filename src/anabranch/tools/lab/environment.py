@@ -5,7 +5,7 @@ import socket
 from collections.abc import Mapping, Sequence
 
 from anabranch.tools.lab.cluster import Cluster
-from anabranch.tools.lab.emulation import environment as emulation_environment
+from anabranch.tools.lab.emulation.settings import environment as emulation_environment
 from anabranch.tools.lab.hosts import Host
 
 MASTER_PORT = 29500  # always free in a new namespace
@@ -70,17 +70,15 @@ def gpu_environment(host: Host, ranks_per_host: int, gpus: Sequence[str]) -> Map
     """
     if not gpus or (len(gpus) == 1 and "CUDA_VISIBLE_DEVICES" not in os.environ):
         return {}
-    first = host.index * ranks_per_host
-    if ranks_per_host > len(gpus):  # they share one, each as number 0
-        return {"CUDA_VISIBLE_DEVICES": gpus[host.index % len(gpus)]}
-    mine = [gpus[(first + rank) % len(gpus)] for rank in range(ranks_per_host)]
-    return {"CUDA_VISIBLE_DEVICES": ",".join(mine)}
+    many = ranks_per_host > len(gpus)  # they share one, each as number 0
+    first, number = (host.index, 1) if many else (host.index * ranks_per_host, ranks_per_host)
+    return {"CUDA_VISIBLE_DEVICES": ",".join(gpus[(first + rank) % len(gpus)] for rank in range(number))}
 
 
 def shared_gpu_environment(ranks: int) -> Mapping[str, str]:
-    """The variable that gives ranks that share GPUs the hardware queues of a rank with a GPU of its own.
+    """The variable that gives ``ranks`` that share GPUs the hardware queues of a rank with a GPU of its own.
 
-    ``ranks``: all of the lab, on however many GPUs, because they share what one MPS daemon has; fewer each beyond 12.
+    All ranks of the lab, on however many GPUs, share what one MPS daemon has; beyond 12 ranks each gets fewer.
 
     Under MPS a process has two. Its streams share them, and work that waits in a queue holds up whatever another stream
     has put behind it: messages on two lanes, or the streams of FSDP2, would wait for each other as on no real host.
@@ -92,7 +90,5 @@ def shared_gpu_environment(ranks: int) -> Mapping[str, str]:
 
 def free_port() -> int:
     """A port of this machine that is not in use now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return int(probe.getsockname()[1])

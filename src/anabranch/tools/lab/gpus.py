@@ -5,7 +5,6 @@ A private daemon is started in a folder of its own; no setting of the GPU is cha
 
 import os
 import re
-import shutil
 import subprocess
 import tempfile
 import time
@@ -26,29 +25,18 @@ LOG_LINES = 5
 
 
 def available_gpus() -> list[str]:
-    """The GPUs that this process may use, as unique ids where nvidia-smi lists them, else as numbers.
+    """The GPUs that this process may use, as unique ids where nvidia-smi lists them, else as the user names them.
 
     Unique ids, because numbers change their meaning behind an MPS daemon that sees only some of the GPUs.
     """
-    listed = _ids_by_number() or {str(number): str(number) for number in _device_numbers()}
-    allowed = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if allowed is None:
-        return list(listed.values())
-    return [listed.get(name.strip(), name.strip()) for name in allowed.split(",") if name.strip() not in ("", "-1")]
-
-
-def _ids_by_number() -> dict[str, str]:
-    if shutil.which("nvidia-smi") is None:
-        return {}
     try:
         done = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=SMI_TIMEOUT_S, check=False)
-    except subprocess.TimeoutExpired:
-        return {}
-    return dict(_LISTED.findall(done.stdout))
-
-
-def _device_numbers() -> list[int]:
-    return sorted(int(path.name[6:]) for path in Path("/dev").glob("nvidia[0-9]*") if path.name[6:].isdigit())
+        listed = dict(_LISTED.findall(done.stdout))
+    except (OSError, subprocess.TimeoutExpired):
+        listed = {}
+    allowed = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = listed if allowed is None else [name.strip() for name in allowed.split(",")]
+    return [listed.get(name, name) for name in names if name not in ("", "-1")]
 
 
 def user_mps_answers() -> bool:
@@ -70,7 +58,8 @@ def start_mps(folder: str) -> dict[str, str]:
     LabError with the daemon's own message if it does not start.
     """
     name, _, pipes = mps_entry(folder).partition("=")
-    variables = {name: pipes, MPS_LOGS: str(Path(folder, "log"))}
+    logs = Path(folder, "log")
+    variables = {name: pipes, MPS_LOGS: str(logs)}
     environment = {**os.environ, **variables}
     deadline = time.monotonic() + MPS_START_S
     error = _mps_error(environment, "-d")
@@ -78,10 +67,10 @@ def start_mps(folder: str) -> dict[str, str]:
         while (error := _mps_error(environment, text=MPS_QUERY)) is not None and time.monotonic() < deadline:
             time.sleep(PAUSE_S)
     if error is not None:
-        log = Path(folder, "log", "control.log")
-        logged = log.read_text(errors="replace").splitlines()[-LOG_LINES:] if log.exists() else []
+        log = logs / "control.log"
+        logged = log.read_text(errors="replace").splitlines()[-LOG_LINES:] if log.exists() else ["empty"]
         raise LabError(
-            f"{MPS_CONTROL} -d did not start: {error}; its log: {' / '.join(logged) or 'empty'}. "
+            f"{MPS_CONTROL} -d did not start: {error}; its log: {' / '.join(logged)}. "
             "Without MPS the hosts would take turns on the GPU, and measured times would mean nothing"
         )
     return variables

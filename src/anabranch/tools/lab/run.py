@@ -5,7 +5,7 @@ import secrets
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack
 
 from anabranch.tools.lab import gpus, preflight
 from anabranch.tools.lab.cluster import Cluster
@@ -18,8 +18,8 @@ from anabranch.tools.lab.environment import (
     shared_gpu_environment,
 )
 from anabranch.tools.lab.hosts import Host, linked_hosts, local_hosts
-from anabranch.tools.lab.janitor import Janitor, LabResources
-from anabranch.tools.lab.supervisor import Outcome, SignalReceiver, Supervisor, report_failure, start_process
+from anabranch.tools.lab.janitor import janitor
+from anabranch.tools.lab.supervisor import Supervisor, start_process
 from anabranch.values.errors import LabError
 
 # Ranks of a host that share a GPU: NCCL refuses that unless they look like ranks of several hosts, and each finds the
@@ -52,48 +52,24 @@ def run(cluster: Cluster, command: Sequence[str], timeout_s: float | None = None
         else:
             hosts = stack.enter_context(linked_hosts(cluster.rates_bit_s))
         shared = preflight.shares_gpus(cluster, available)
-        mps_folder = gpus.new_mps_folder() if shared and not gpus.user_mps_answers() else None
-        namespaces = [host.namespace.descriptor for host in hosts if host.namespace is not None]
-        janitor = stack.enter_context(Janitor(LabResources(f"{LAB_ID}={lab_id}", mps_folder, namespaces)))
-        mps_environment = gpus.start_mps(mps_folder) if mps_folder is not None else {}
-        port = free_port() if cluster.emulated else MASTER_PORT
-        environments = [
-            {
-                **host_environment(cluster, host, hosts[0], port, lab_id),
-                **gpu_environment(host, cluster.ranks_per_host, available),
-                **mps_environment,
-                **(shared_gpu_environment(cluster.world_size) if shared else {}),
-            }
-            for host in hosts
-        ]
-        return _run_processes(cluster, hosts, environments, command, janitor, timeout_s)
-
-
-def _run_processes(
-    cluster: Cluster,
-    hosts: Sequence[Host],
-    environments: Sequence[Mapping[str, str]],
-    command: Sequence[str],
-    janitor: Janitor,
-    timeout_s: float | None,
-) -> int:
-    """Start a process on every host, wait for their end, clean up and report a failure."""
-    with SignalReceiver() as signals, closing(Supervisor(signals)) as supervisor:
-        outcome = Outcome()
-        try:
-            for host, environment in zip(hosts, environments, strict=True):
-                name = f"{'rank' if cluster.ranks_per_host == 1 else 'host'} {host.index}"
+        mps_folder = gpus.new_mps_folder() if shared and not gpus.user_mps_answers() else ""
+        namespaces = [host.namespace for host in hosts if host.namespace is not None]
+        supervisor = stack.enter_context(Supervisor())
+        with janitor(f"{LAB_ID}={lab_id}", mps_folder, namespaces):
+            mps_environment = gpus.start_mps(mps_folder) if mps_folder else {}
+            port = free_port() if cluster.emulated else MASTER_PORT
+            for host in hosts:
+                environment = {
+                    **host_environment(cluster, host, hosts[0], port, lab_id),
+                    **gpu_environment(host, cluster.ranks_per_host, available),
+                    **mps_environment,
+                    **(shared_gpu_environment(cluster.world_size) if shared else {}),
+                }
                 program = _program(cluster, host, environment, command)
-                process = start_process(host, name, program, environment, keep_output=host.index != 0)
-                process.runs_torchrun = cluster.ranks_per_host > 1
-                supervisor.add(process)
-            outcome = supervisor.wait(timeout_s)
-        finally:
-            janitor.finish()
-            report_failure(outcome, supervisor.processes, timeout_s)
-            for process in supervisor.processes:
-                process.close()
-    return outcome.exit_code
+                supervisor.add(start_process(host, program, environment, cluster.ranks_per_host > 1))
+            supervisor.wait(timeout_s)
+        supervisor.report(timeout_s)
+    return supervisor.exit_code
 
 
 def _program(cluster: Cluster, host: Host, environment: Mapping[str, str], command: Sequence[str]) -> list[str]:
