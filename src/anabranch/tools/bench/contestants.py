@@ -1,7 +1,7 @@
 """The contestants of a benchmark: stock DDP with its settings and hooks, and DataParallel with each planner."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -48,12 +48,19 @@ class Contestant:
     predicted_s: float | None = None
     warmup: int = SETTLE_STEPS
 
+    @classmethod
+    def ready(
+        cls, name: str, step: Callable[[], None], plan: Plan | None = None, predicted_s: float | None = None
+    ) -> "Contestant":
+        """One that needs no setting up, because its model is kept between its turns."""
+        return cls(name, lambda: nullcontext(step), plan, predicted_s)
+
 
 def reference_contestants(model: nn.Module, step: Step, device: torch.device) -> list[Contestant]:
     """Computation without communication, and one all-reduce of all gradients without computation."""
     numel = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters()) // 4
     return [
-        Contestant(COMPUTE, lambda: unwrapped(partial(step, model))),
+        Contestant.ready(COMPUTE, partial(step, model)),
         Contestant(ALL_REDUCE, lambda: _one_all_reduce(numel, device)),
     ]
 
@@ -136,20 +143,6 @@ def _power_sgd(ddp: DistributedDataParallel) -> None:
 
 
 @contextmanager
-def unwrapped(step: Callable[[], None]) -> Iterator[Callable[[], None]]:
-    """A step that needs no setting up."""
-    yield step
-
-
-@contextmanager
 def _one_all_reduce(numel: int, device: torch.device) -> Iterator[Callable[[], None]]:
     buffer = torch.zeros(numel, device=device)
     yield lambda: dist.all_reduce(buffer)
-
-
-def tuned_contestant(name: str, parallel: DataParallel, step: Step) -> Contestant:
-    """A DataParallel that has finished tuning, on its own model. It is kept between its turns and plans no more."""
-    assert parallel.trace is not None and parallel.network is not None
-    parallel.hold()
-    expected_s = predicted_s(parallel.trace, parallel.plan, parallel.network)
-    return Contestant(name, lambda: unwrapped(partial(step, parallel)), parallel.plan, expected_s)

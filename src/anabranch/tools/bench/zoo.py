@@ -100,8 +100,8 @@ def trace_meta(name: str, half: bool = False, batch: int | None = None) -> dict[
     """The meta of a trace of this model; ``half``: it was recorded with bfloat16 autocast."""
     default_batch, length = SEQUENCES[name] if name in SEQUENCES else (IMAGES[name], None)
     precision = "bf16 autocast, fp32 parameters and gradients" if half else "fp32"
-    meta: dict[str, Scalar] = dict(model=name, batch=batch or default_batch, precision=precision, optimizer="none")
-    return meta if length is None else {**meta, "sequence_length": length}
+    meta: dict[str, Scalar] = {"model": name, "batch": batch or default_batch, "precision": precision}
+    return meta | {"optimizer": "none"} | ({} if length is None else {"sequence_length": length})
 
 
 def _image_model(name: str, device: torch.device, batch: int, channels_last: bool) -> tuple[nn.Module, Loss]:

@@ -31,7 +31,7 @@ def available_gpus() -> list[str]:
     """
     try:
         done = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=SMI_TIMEOUT_S, check=False)
-        listed = dict(_LISTED.findall(done.stdout))
+        listed: dict[str, str] = dict(_LISTED.findall(done.stdout))
     except (OSError, subprocess.TimeoutExpired):
         listed = {}
     allowed = os.environ.get("CUDA_VISIBLE_DEVICES")

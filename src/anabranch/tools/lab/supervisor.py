@@ -26,17 +26,16 @@ DEATH_S = 1.0  # for the kernel to hand over the exit code of a process that was
 
 @dataclass(eq=False)
 class RankProcess:
-    """One rank, or torchrun with all ranks of one host.
+    """One rank.
 
     ``output`` is the file that holds what it prints; None if it prints where the lab's own process prints.
-    ``runs_torchrun`` says that it is torchrun with several ranks, ``ended_by_lab`` that it was still running when the
-    lab stopped waiting. ``ended_at_s`` is when it ended by itself, in seconds since the epoch.
+    ``ended_by_lab`` says that it was still running when the lab stopped waiting; ``ended_at_s`` is when it ended by
+    itself, in seconds since the epoch.
     """
 
     name: str
     process: subprocess.Popen[bytes]
     output: IO[bytes] | None
-    runs_torchrun: bool = False
     ended_by_lab: bool = False
     ended_at_s: float = math.inf
 
@@ -93,17 +92,14 @@ class RankProcess:
             self.output.close()
 
 
-def start_process(
-    host: Host, command: Sequence[str], environment: Mapping[str, str], runs_torchrun: bool
-) -> RankProcess:
-    """Start ``command`` on a host, in a session of its own.
+def start_process(host: Host, rank: int, command: Sequence[str], environment: Mapping[str, str]) -> RankProcess:
+    """Start a rank on its host, in a session of its own.
 
-    Host 0 prints where this process prints, and the output of others goes to a file for ``last_lines``.
+    Rank 0 prints where this process prints, and the output of others goes to a file for ``last_lines``.
     """
-    keep_output = host.index != 0
     # An unnamed file: nobody has to read it while the program runs, and nobody has to remove it.
-    output = tempfile.TemporaryFile() if keep_output else None  # noqa: SIM115 (close() closes it)
-    if not keep_output and sys.stdout is not None:
+    output = tempfile.TemporaryFile() if rank != 0 else None  # noqa: SIM115 (close() closes it)
+    if output is None and sys.stdout is not None:
         sys.stdout.flush()  # our own output comes before the program's
     with nullcontext() if host.namespace is None else inside(host.namespace):
         process = subprocess.Popen(
@@ -114,7 +110,7 @@ def start_process(
             stderr=None if output is None else subprocess.STDOUT,
             start_new_session=True,
         )
-    return RankProcess(f"{'host' if runs_torchrun else 'rank'} {host.index}", process, output, runs_torchrun)
+    return RankProcess(f"rank {rank}", process, output)
 
 
 class Supervisor:
@@ -176,22 +172,16 @@ class Supervisor:
             elif self.stopped_by is not None:
                 break
             else:
-                self._stop(event)
+                self.stopped_by = event
+                for process in self.processes:
+                    process.send_signal(event)
             if not ending and (self.first_failure is not None or self.stopped_by is not None):
                 ending, latest = True, time.monotonic() + GRACE_S
                 deadline = latest if deadline is None else min(deadline, latest)
         for process in self.processes:
             process.ended_by_lab = process.exit_code is None
         if self.first_failure is not None:  # it need not be the first that ended
-            failed = [process for process in self.processes if process.failed_at_s < math.inf]
-            self.first_failure = min(failed, key=lambda process: process.failed_at_s)
-
-    def _stop(self, number: int) -> None:
-        """Pass a signal on to all processes."""
-        self.stopped_by = number
-        for process in self.processes:
-            # torchrun ends its ranks on SIGTERM, but some versions do not handle SIGHUP.
-            process.send_signal(number if number == signal.SIGINT else signal.SIGTERM)
+            self.first_failure = min(self.processes, key=lambda process: process.failed_at_s)
 
     @property
     def exit_code(self) -> int:
@@ -209,13 +199,8 @@ class Supervisor:
             name = signal.Signals(self.stopped_by).name
             lines.append(f"anabranch lab: stopped by {name}: {_endings(self.processes)}")
         elif self.first_failure is not None:
-            lines += _failure(self.first_failure, "failed first")
-            others = [process for process in self.processes if process is not self.first_failure]
-            for process in others:
-                # torchrun ends seconds after its failing rank: the first host to end need not be the first to fail.
-                if process.runs_torchrun and process.exit_code:
-                    lines += _failure(process, "failed, too")
-            if others:
+            lines += _failure(self.first_failure)
+            if others := [process for process in self.processes if process is not self.first_failure]:
                 lines.append(f"anabranch lab: the others: {_endings(others)}")
         elif self.timed_out:
             lines.append(f"anabranch lab: not done after {timeout_s:g} s: {_endings(self.processes)}")
@@ -232,12 +217,12 @@ def _endings(processes: Sequence[RankProcess]) -> str:
     return "; ".join(f"{', '.join(alike)}: {ending}" for ending, alike in names.items())
 
 
-def _failure(process: RankProcess, how: str) -> list[str]:
+def _failure(process: RankProcess) -> list[str]:
     lines = process.last_lines()
     output = "its last output:" if lines else "it printed nothing"
     if process.output is None:
         output = "its output is above"
-    title = f"anabranch lab: {process.name} {how} ({process.ending}); {output}"
+    title = f"anabranch lab: {process.name} failed first ({process.ending}); {output}"
     return [title, *(f"{process.name} | {line}" for line in lines)]
 
 
