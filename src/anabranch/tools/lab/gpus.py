@@ -10,7 +10,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from anabranch.tools.lab.janitor import MPS_CONTROL, MPS_PIPES, mps_entry
+from anabranch.tools.lab.janitor import MPS_CONTROL, MPS_PIPES, mps_error, mps_pipes
 from anabranch.values.errors import LabError
 
 SMI_TIMEOUT_S = 30.0  # nvidia-smi may have to wake the driver
@@ -19,7 +19,6 @@ _LISTED = re.compile(r"^GPU (\d+):.*\(UUID: (GPU-[0-9a-fA-F-]+)\)", re.MULTILINE
 MPS_LOGS = "CUDA_MPS_LOG_DIRECTORY"
 MPS_QUERY = "get_server_list\n"  # any command would do: only the fact of an answer counts
 MPS_START_S = 30.0
-MPS_ANSWER_S = 10.0
 PAUSE_S = 0.1
 LOG_LINES = 5
 
@@ -41,7 +40,7 @@ def available_gpus() -> list[str]:
 
 def user_mps_answers() -> bool:
     """Whether the user's own MPS daemon, at CUDA_MPS_PIPE_DIRECTORY, runs and can be used."""
-    return MPS_PIPES in os.environ and _mps_error(os.environ.copy(), text=MPS_QUERY) is None
+    return MPS_PIPES in os.environ and mps_error(os.environ.copy(), text=MPS_QUERY) is None
 
 
 def new_mps_folder() -> str:
@@ -57,14 +56,13 @@ def start_mps(folder: str) -> dict[str, str]:
 
     LabError with the daemon's own message if it does not start.
     """
-    name, _, pipes = mps_entry(folder).partition("=")
     logs = Path(folder, "log")
-    variables = {name: pipes, MPS_LOGS: str(logs)}
+    variables = {MPS_PIPES: mps_pipes(folder), MPS_LOGS: str(logs)}
     environment = {**os.environ, **variables}
     deadline = time.monotonic() + MPS_START_S
-    error = _mps_error(environment, "-d")
+    error = mps_error(environment, "-d")
     if error is None:
-        while (error := _mps_error(environment, text=MPS_QUERY)) is not None and time.monotonic() < deadline:
+        while (error := mps_error(environment, text=MPS_QUERY)) is not None and time.monotonic() < deadline:
             time.sleep(PAUSE_S)
     if error is not None:
         log = logs / "control.log"
@@ -74,26 +72,3 @@ def start_mps(folder: str) -> dict[str, str]:
             "Without MPS the hosts would take turns on the GPU, and measured times would mean nothing"
         )
     return variables
-
-
-def _mps_error(environment: dict[str, str], *options: str, text: str = "") -> str | None:
-    """Run the MPS control program with ``text`` as its input; None on success, else its message or the system's."""
-    # Into a file, not a pipe: the daemon keeps its output open, so a pipe would never end.
-    with tempfile.TemporaryFile("w+", errors="replace") as output:
-        try:
-            done = subprocess.run(
-                [MPS_CONTROL, *options],
-                input=text,
-                env=environment,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                text=True,
-                timeout=MPS_ANSWER_S,
-                check=False,
-            )
-        except (OSError, subprocess.SubprocessError) as error:
-            return str(error)
-        output.seek(0)
-        message = " ".join(output.read().split())
-    failed = done.returncode != 0 or message.lower().startswith("cannot find mps")
-    return f"exit code {done.returncode}: {message or 'no message'}" if failed else None

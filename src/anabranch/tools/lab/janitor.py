@@ -10,6 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -19,6 +20,7 @@ MPS_CONTROL = "nvidia-cuda-mps-control"
 MPS_PIPES = "CUDA_MPS_PIPE_DIRECTORY"
 PATIENCE_S = 20.0  # for processes to die after SIGKILL: a driver may have to let go of a GPU
 PAUSE_S = 0.02
+MPS_ANSWER_S = 10.0
 
 
 @contextmanager
@@ -50,31 +52,39 @@ def clean_up(mark: str, mps_folder: str, namespaces: Sequence[int]) -> list[int]
     assert Path("/proc/thread-self/ns/net").readlink() not in inside, "the janitor must be outside"
     left = _kill_all(mark, inside)
     if mps_folder:
-        entry = mps_entry(mps_folder)
-        _quit_mps(entry)
-        left += _kill_all(entry)
+        pipes = mps_pipes(mps_folder)
+        mps_error({**os.environ, MPS_PIPES: pipes}, text="quit\n")  # a daemon that does not quit is killed now
+        left += _kill_all(f"{MPS_PIPES}={pipes}")
         shutil.rmtree(mps_folder, ignore_errors=True)
     return left
 
 
-def mps_entry(folder: str) -> str:
-    """The entry of the environment by which processes find the MPS daemon in this folder."""
-    return f"{MPS_PIPES}={folder}/pipe"
+def mps_pipes(folder: str) -> str:
+    """Where processes find the MPS daemon of this folder."""
+    return f"{folder}/pipe"
 
 
-def _quit_mps(entry: str) -> None:
-    """Ask the daemon to end, as its manual says. One that does not answer is killed afterwards."""
-    name, _, value = entry.partition("=")
-    with suppress(OSError, subprocess.SubprocessError):
-        subprocess.run(
-            [MPS_CONTROL],
-            input=b"quit\n",
-            env={**os.environ, name: value},
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            timeout=PATIENCE_S / 2,
-            check=False,
-        )
+def mps_error(environment: dict[str, str], *options: str, text: str = "") -> str | None:
+    """Run the MPS control program with ``text`` as its input; None on success, else its message or the system's."""
+    # Into a file, not a pipe: the daemon keeps its output open, so a pipe would never end.
+    with tempfile.TemporaryFile("w+", errors="replace") as output:
+        try:
+            done = subprocess.run(
+                [MPS_CONTROL, *options],
+                input=text,
+                env=environment,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                text=True,
+                timeout=MPS_ANSWER_S,
+                check=False,
+            )
+        except (OSError, subprocess.SubprocessError) as error:
+            return str(error)
+        output.seek(0)
+        message = " ".join(output.read().split())
+    failed = done.returncode != 0 or message.lower().startswith("cannot find mps")
+    return f"exit code {done.returncode}: {message or 'no message'}" if failed else None
 
 
 def _kill_all(entry: str, namespaces: Collection[Path] = ()) -> list[int]:

@@ -24,7 +24,7 @@ from torch._compile import _disable_dynamo
 from torch.distributed import ProcessGroup, Work
 from torch.futures import Future
 
-from anabranch.tools.lab.emulation.link import EmulatedTransfer, Nic, cost
+from anabranch.tools.lab.emulation.link import EmulatedTransfer, LinkDirection, cost
 from anabranch.values.links import AlphaBeta
 
 GLOO = ProcessGroup.BackendType.GLOO
@@ -67,12 +67,11 @@ class FutureCompleter:
 
     def __init__(self) -> None:
         self._queue: SimpleQueue[tuple[EmulatedWork, Any, Future[Any]] | None] = SimpleQueue()
-        self._thread: Thread | None = None
+        self._thread = Thread(target=_complete_all, args=(self._queue,), name="anabranch-emulation", daemon=True)
 
     def complete(self, work: "EmulatedWork", real_future: Any, future: "Future[Any]") -> None:
         """Give ``future`` the result of ``real_future``, or its error, once ``work`` is done."""
-        if self._thread is None:
-            self._thread = Thread(target=_complete_all, args=(self._queue,), name="anabranch-emulation", daemon=True)
+        if self._thread.ident is None:
             self._thread.start()
         self._queue.put((work, real_future, future))
 
@@ -80,7 +79,7 @@ class FutureCompleter:
         """Let the thread end after the futures that it has."""
         self._queue.put(None)
         # The program's end should not meet a thread in mid-work, nor wait for one that waits for a dead rank.
-        if self._thread is not None and self._thread is not current_thread():
+        if self._thread.ident is not None and self._thread is not current_thread():
             self._thread.join(JOIN_S)
 
 
@@ -124,7 +123,7 @@ class EmulatedWork(Work):
         self.wait()
 
     def is_completed(self) -> bool:
-        return self._real.is_completed() and self._transfer.done
+        return self._real.is_completed() and self._transfer.remaining_s <= 0
 
     is_success = _of_real("is_success")
     exception = _of_real("exception")
@@ -150,7 +149,9 @@ class EmulatedGroup(ProcessGroup):
     Operations that are not in ``KINDS`` carry no data. They reach the backends directly, without delay.
     """
 
-    nic: ClassVar[Nic]
+    link: ClassVar[AlphaBeta]
+    outbound: ClassVar[LinkDirection]  # of the network interface that all groups of a process share
+    inbound: ClassVar[LinkDirection]
     is_cloned_by_torch = True  # every group that torch makes here is emulated
 
     def __init__(self, store: Any, rank: int, size: int) -> None:
@@ -203,13 +204,15 @@ class EmulatedGroup(ProcessGroup):
             nbytes = ranks * min(sizes, default=0)  # only the root has the whole
         elif kind == "all-reduce" and any(tensor.is_sparse for tensors in arguments for tensor in tensors):
             kind, nbytes = "all-gather", ranks * nbytes  # Gloo gathers the entries of all ranks
-        return self.nic.start(operation, cost(kind, self.nic.link, ranks, nbytes))
+        directions = [self.outbound] * (not operation.startswith("recv")) + [self.inbound] * (operation != "send")
+        return EmulatedTransfer(cost(kind, self.link, ranks, nbytes), directions)
 
 
 def emulated_group(link: AlphaBeta) -> type[EmulatedGroup]:
-    """The class of a process's groups, which share one network interface on this kind of link."""
+    """The class of a process's groups, which share one network interface."""
     operations = {name: _operation(name) for name in KINDS if hasattr(ProcessGroup, name)}
-    return type("EmulatedProcessGroup", (EmulatedGroup,), {"nic": Nic(link), **operations})
+    interface = {"link": link, "outbound": LinkDirection(), "inbound": LinkDirection()}
+    return type("EmulatedProcessGroup", (EmulatedGroup,), {**interface, **operations})
 
 
 def _operation(name: str) -> Callable[..., Work]:

@@ -101,34 +101,18 @@ class LinkDirection:
         self._now = max(self._now, now)
 
 
-class Nic:
-    """The emulated network interface of one process: all its groups share the two directions of one link."""
-
-    def __init__(self, link: AlphaBeta) -> None:
-        self.link = link
-        self._both = outbound, inbound = LinkDirection(), LinkDirection()
-        self._one = {"send": [outbound], "recv": [inbound], "recv_anysource": [inbound]}
-
-    def start(self, operation: str, cost: Cost) -> "EmulatedTransfer":
-        """Start an operation now. A send uses one direction, a receive the other, and a collective uses both."""
-        return EmulatedTransfer(cost, self._one.get(operation, self._both))
-
-
 class EmulatedTransfer:
-    """One operation's use of the link, started now; done when it is done in every direction it uses."""
+    """One operation's use of a link, started now; done when it is done in every direction it uses."""
 
     def __init__(self, cost: Cost, directions: Sequence[LinkDirection]) -> None:
         self._transfers = [(direction, direction.start(cost)) for direction in directions]
 
     @property
-    def done(self) -> bool:
-        """Whether its time has passed."""
-        return self._remaining_s() <= 0
+    def remaining_s(self) -> float:
+        """Seconds until it is done, provided that no other message starts before; 0 when it is done."""
+        return max(direction.remaining_s(transfer) for direction, transfer in self._transfers)
 
     def wait(self) -> None:
         """Sleep until it is done. That may take longer than it seemed at first, when other messages start meanwhile."""
-        while (remaining_s := self._remaining_s()) > 0:
+        while (remaining_s := self.remaining_s) > 0:
             sleep(remaining_s)
-
-    def _remaining_s(self) -> float:
-        return max(direction.remaining_s(transfer) for direction, transfer in self._transfers)
