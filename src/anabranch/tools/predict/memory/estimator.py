@@ -85,12 +85,9 @@ class MemoryEstimator:
         within_nbytes = int(limit_nbytes * (1 - FRAGMENTATION))
         return largest_batch(lambda batch: self._footprint(batch, mode, setting).nbytes, within_nbytes)
 
-    def activations_of(self, mode: str) -> ActivationMode:
-        """How a mode keeps activations: only the Lean modes do other than keep them."""
-        return self._activations if mode.startswith("lean") else "keep"
-
     def _footprint(self, batch: int, mode: str, setting: Setting) -> Footprint:
-        return predict(self._profile(batch, self.activations_of(mode)), mode, setting)
+        activations = self._activations if mode.startswith("lean") else "keep"
+        return predict(self._profile(batch, activations), mode, setting)
 
 
 def with_recomputation(build: Build) -> Build:

@@ -1,7 +1,7 @@
 """Every strategy at every world size on every network, with its assumptions and an answer in words."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from itertools import pairwise
 
 from anabranch.tools.network_presets import NetworkRange
@@ -16,7 +16,7 @@ from anabranch.tools.predict.scaling.named_planners import named_planner
 from anabranch.tools.predict.scaling.result import Basis, Kind, NetworkUsed, ScalePoint, Scaling, Strategy
 from anabranch.tools.predict.scaling.sharding import Sharding
 from anabranch.tools.predict.scaling.sharding import assumptions as about_sharding
-from anabranch.tools.predict.scaling.sweep import STEADY, Compute, recorded_batch, sweep
+from anabranch.tools.predict.scaling.sweep import recorded_batch, sweep
 from anabranch.values.kinds.fidelity import error_of_plan
 from anabranch.values.links import AlphaBeta, TwoLevel
 from anabranch.values.network import Network
@@ -47,7 +47,6 @@ def scale(
     sharded: Sequence[str] = (),
     scaling: Basis = "weak",
     batch: int | Mapping[str, int] | None = None,
-    compute: Compute = STEADY,
     assumptions: Sequence[str] = (),
     on_point: OnPoint | None = None,
 ) -> Scaling:
@@ -81,19 +80,18 @@ def scale(
     for network in ranges:
         compressed = compressed_strategies(compress, trace, network.middle)
         of_networks += compressed.assumptions
-        steps = _steps(trace, network, world_sizes, kinds, batches, compressed, scaling, compute)
+        steps = _steps(trace, network, world_sizes, kinds, batches, compressed, scaling)
         for number, point in enumerate(steps, 1):
             points.append(point)
             report(network.name, number, len(world_sizes) * len(kinds))
     of_networks += _network_assumptions(ranges, world_sizes)
-    assumed = _assumptions(scaling, compute, recorded_batch(trace), batches, world_sizes, kinds)
+    assumed = _assumptions(scaling, recorded_batch(trace), batches, world_sizes, kinds)
     result = Scaling(
         model=str(trace.meta.get("model", f"{len(trace)} gradients"))[:60],
         scaling=scaling,
         networks=tuple(NetworkUsed(n.name, n.source, n.spread, n.extrapolation) for n in ranges),
         strategies=tuple(Strategy(name, kind, batches.get(name)) for name, kind in kinds.items()),
         points=tuple(points),
-        **asdict(compute),
         assumptions=tuple(dict.fromkeys([*assumed, *assumptions, *of_networks, *about_sharding(sharded)])),
     )
     return replace(result, answer=tuple(answer(result)))
@@ -119,7 +117,6 @@ def _steps(
     batches: Mapping[str, int],
     compressed: CompressedStrategies,
     scaling: Basis,
-    compute: Compute,
 ) -> Iterator[ScalePoint]:
     """The points of one network, each as soon as it is known."""
     dense = {name: named_planner(name) for name, kind in kinds.items() if kind == "dense"}
@@ -131,7 +128,6 @@ def _steps(
         {**dense, **compressed.planners},
         network_name=network.name,
         scaling=scaling,
-        compute=compute,
         around=(network.low, network.high),
         batches={name: batch / recorded for name, batch in batches.items() if recorded},
         recorded_batch=recorded,
@@ -143,7 +139,6 @@ def _steps(
 
 def _assumptions(
     scaling: Basis,
-    compute: Compute,
     recorded: int | None,
     batches: Mapping[str, int],
     world_sizes: Sequence[int],
@@ -152,20 +147,11 @@ def _assumptions(
     """What the numbers assume of batches, of computing and of strategies."""
     said = ["batch per rank kept (weak scaling)" if scaling == "weak" else "global batch kept (strong scaling)"]
     if scaling == "strong" or any(batch != recorded for batch in batches.values()):
-        fixed = f", but for {compute.fixed_share:.0%} of the recorded time, which is fixed"
-        said.append(f"computing takes time in proportion to the batch{fixed if compute.fixed_share else ''}")
+        said.append("computing takes time in proportion to the batch")
     least = min(batches.values(), default=0)
     beyond = [size for size in world_sizes if size > least]
     if scaling == "strong" and least and beyond:
         said.append(f"a batch of {least:,} has no sample for every rank from {beyond[0]:,} ranks on: only on paper")
-    if compute.jitter:
-        said.append(f"jitter of {compute.jitter:g}: a gradient is ready when the last rank is expected to have it")
-    if compute.stragglers:
-        said.append(f"{compute.stragglers} of the ranks compute {compute.straggler_factor:g} times as long")
-    if compute.jitter or compute.stragglers:
-        said.append(
-            "plans are made from the trace as recorded, with neither jitter nor stragglers, and may lose to DDP"
-        )
     return [
         *said,
         "bands are of the network alone, each plan as made for its middle",

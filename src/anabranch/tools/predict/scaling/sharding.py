@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from math import ceil
 
 from anabranch.fsdp.planning import Block, Links, ShardedTrace, plan, step_s
@@ -43,13 +43,12 @@ class Sharding:
         """The strategy of this name; ValueError if there is none."""
         return cls(sharding_mode(name))
 
-    def __call__(self, quiet: Trace, real: Trace, networks: Sequence[Network]) -> Ran:
-        """Planned for the first network and the quiet trace, as planners of buckets are."""
+    def __call__(self, trace: Trace, networks: Sequence[Network]) -> Ran:
+        """Planned for the first network, as planners of buckets are."""
         links = [self.links(network) for network in networks]
-        trace = sharded_trace(quiet)
-        names = [block.name for block in trace.blocks]
-        chosen = plan(trace, links[0]) if self.mode.units == PLANNED else self.mode.per_block(names)
-        run = sharded_trace(real, names)
+        run = sharded_trace(trace)
+        names = [block.name for block in run.blocks]
+        chosen = plan(run, links[0]) if self.mode.units == PLANNED else self.mode.per_block(names)
         return Ran(len(chosen), 1, [step_s(run, chosen, one) for one in links])
 
     def links(self, network: Network) -> Links:
@@ -69,11 +68,10 @@ class Sharding:
         return Links(Network.modelled(inside, model.inside), priced(Network.modelled(count, card), [kind]), kind)
 
 
-def sharded_trace(trace: Trace, names: Sequence[str] | None = None) -> ShardedTrace:
+def sharded_trace(trace: Trace) -> ShardedTrace:
     """The blocks of a trace: parameters whose names begin alike, up to a number ("layer1.0.conv.weight": "layer1.0").
 
-    A block's backward ends with its last gradient. ``names``: the order of forward, where it is known. ValueError if
-    no name has a number.
+    A block's backward ends with its last gradient. ValueError if no name has a number.
     """
     ready_s: dict[str, float] = {}
     nbytes: dict[str, int] = {}
@@ -87,10 +85,9 @@ def sharded_trace(trace: Trace, names: Sequence[str] | None = None) -> ShardedTr
             f"no block can be told from the names of the trace, such as {trace.tensors[0].name}: sharded strategies "
             "need names with the numbers of layers, such as layers.0.weight"
         )
-    order = list(reversed(names)) if names is not None else sorted(nbytes, key=lambda block: ready_s[block])
+    order = sorted(nbytes, key=lambda block: ready_s[block])
     ends = [0.0, *(ready_s[block] for block in order[:-1]), trace.backward_s]
-    # Where an order is given, a block may be ready before the one it follows: it then took no time of its own.
-    spans = [end - start for start, end in pairwise(accumulate(ends, max))]
+    spans = [end - start for start, end in pairwise(ends)]
     total = sum(spans) or 1.0
     blocks = [
         Block(block, nbytes[block], nbytes[block], trace.forward_s * span / total, span)
