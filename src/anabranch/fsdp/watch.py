@@ -140,14 +140,13 @@ class Watch:
     def metrics(self) -> dict[str, float]:
         """Numbers for a logger, of the step of median length: seconds of the step, of computing, of messages."""
         timeline = self.timeline()
-        inside = [span for span in timeline.spans if span.track == INSIDE]
-        between = [span for span in timeline.spans if span.track == BETWEEN]
-        compute_s = sum(span.seconds for span in timeline.compute)
+        seconds = {
+            track: sum(span.seconds for span in timeline.spans if span.track == track)
+            for track in (COMPUTE, INSIDE, BETWEEN)
+        }
         return {
             "step_s": timeline.iteration_s,
-            "compute_s": compute_s,
-            "inside_s": sum(span.seconds for span in inside),
-            "between_s": sum(span.seconds for span in between),
+            **{f"{track}_s": busy_s for track, busy_s in seconds.items()},
             "exposed_s": timeline.exposed_s,
             "overlap": timeline.overlap,
         }
