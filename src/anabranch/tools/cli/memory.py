@@ -268,7 +268,7 @@ def _about(setting: "Setting", sharded: Sequence[str]) -> list[str]:
 def _limits(batches: Mapping[str, int]) -> list[str]:
     """What the search for the largest batches assumes."""
     from anabranch.planning.memory import FRAGMENTATION
-    from anabranch.tools.predict.memory.largest_batch import MAX_BATCH
+    from anabranch.tools.predict.memory.estimator import MAX_BATCH
 
     limits = [f"{FRAGMENTATION:.0%} of the memory is lost between torch's blocks"]
     return [*limits, f"no batch above {MAX_BATCH} was looked at"] if max(batches.values()) == MAX_BATCH else limits

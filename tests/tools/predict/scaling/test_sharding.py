@@ -3,10 +3,10 @@
 import pytest
 
 from anabranch import AlphaBeta, Network, TensorSpec, Trace
-from anabranch.fsdp.planning.sharding_modes import SHARDING_MODES
+from anabranch.fsdp.planning.sharding_modes import SHARDING_MODES, sharding_mode
 from anabranch.tools.predict.scaling import scale
 from anabranch.tools.predict.scaling.result import Strategy
-from anabranch.tools.predict.scaling.sharding import Sharding, block_of, sharded_trace
+from anabranch.tools.predict.scaling.sharding import block_of, links_of, sharded_trace
 from anabranch.values.files import load_bundled_trace
 
 RING = AlphaBeta("ring", 1e-6, 1e-10)
@@ -49,12 +49,12 @@ def test_a_trace_without_numbers_is_refused() -> None:
 
 def test_hsdp_sends_inside_nodes_and_through_one_card_between_them() -> None:
     network = Network.two_level(16, 8, RING, AlphaBeta("ring", 1e-5, 1e-9))
-    links = Sharding.named("hsdp").links(network)
+    links = links_of(sharding_mode("hsdp"), network)
     assert links.between is not None and (links.inside.world_size, links.between.world_size) == (8, 2)
     # A shard of an eighth, eight of which pass the card: as long as the whole would alone.
     assert links.average_s(8_000_000) == pytest.approx(2e-5 + 8_000_000 * 1e-9)
-    assert Sharding.named("hsdp").links(network.at(8)).between is None
-    assert Sharding.named("fsdp2").links(network).inside == network
+    assert links_of(sharding_mode("hsdp"), network.at(8)).between is None
+    assert links_of(sharding_mode("fsdp2"), network).inside == network
 
 
 def test_what_cannot_be_is_refused() -> None:
@@ -87,7 +87,7 @@ def test_compressed_exchanges_between_nodes_are_priced() -> None:
     assert sparse < int8 < dense and planned <= int8
     assert len({curves[way][8].iteration_s for way in ways[:3]}) == 1, "one node sends nothing between nodes"
     assert any(line.startswith("hsdp@…") for line in found.assumptions)
-    links = Sharding.named("hsdp@oktopk:0.010").links(Network.two_level(16, 8, RING, RING))
+    links = links_of(sharding_mode("hsdp@oktopk:0.010"), Network.two_level(16, 8, RING, RING))
     assert links.kind == "oktopk:0.01"
 
 

@@ -2,9 +2,12 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 
+from anabranch.fsdp.planning.sharding_modes import sharding_mode
 from anabranch.tools.network_presets import NetworkRange
+from anabranch.tools.predict.scaling import sharding
 from anabranch.tools.predict.scaling.compression import (
     CompressedStrategies,
     Compression,
@@ -14,8 +17,6 @@ from anabranch.tools.predict.scaling.compression import (
 from anabranch.tools.predict.scaling.conclusions import answer
 from anabranch.tools.predict.scaling.named_planners import named_planner
 from anabranch.tools.predict.scaling.result import Basis, Kind, NetworkUsed, ScalePoint, Scaling, Strategy
-from anabranch.tools.predict.scaling.sharding import Sharding
-from anabranch.tools.predict.scaling.sharding import assumptions as about_sharding
 from anabranch.tools.predict.scaling.sweep import recorded_batch, sweep
 from anabranch.values.kinds.fidelity import error_of_plan
 from anabranch.values.links import AlphaBeta, TwoLevel
@@ -92,7 +93,7 @@ def scale(
         networks=tuple(NetworkUsed(n.name, n.source, n.spread, n.extrapolation) for n in ranges),
         strategies=tuple(Strategy(name, kind, batches.get(name)) for name, kind in kinds.items()),
         points=tuple(points),
-        assumptions=tuple(dict.fromkeys([*assumed, *assumptions, *of_networks, *about_sharding(sharded)])),
+        assumptions=tuple(dict.fromkeys([*assumed, *assumptions, *of_networks, *sharding.assumptions(sharded)])),
     )
     return replace(result, answer=tuple(answer(result)))
 
@@ -132,7 +133,7 @@ def _steps(
         batches={name: batch / recorded for name, batch in batches.items() if recorded},
         recorded_batch=recorded,
         pricing=compressed.priced,
-        runners={name: Sharding.named(name) for name, kind in kinds.items() if kind == "sharded"},
+        runners={name: partial(sharding.run, sharding_mode(name)) for name, kind in kinds.items() if kind == "sharded"},
         error_of=lambda trace, plan: error_of_plan(trace, as_sent(plan)),
     )
 

@@ -1,7 +1,7 @@
 """Strategies that shard the model by FSDP2, over all ranks or inside nodes (HSDP), at any world size."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import pairwise
 from math import ceil
 
@@ -14,58 +14,48 @@ from anabranch.values.links import TwoLevel
 from anabranch.values.network import Network
 from anabranch.values.trace import Trace
 
-ASSUMPTIONS = (
+ASSUMPTION = (
     "blocks of sharded strategies are the parameters with the same number in their names, and forward is divided among "
-    "them as backward is; their gathers and reduce-scatters take half an all-reduce each; memory is not bounded",
+    "them as backward is; their gathers and reduce-scatters take half an all-reduce each; memory is not bounded"
 )
-
-
 BETWEEN = (
     "hsdp@…: what is sent between nodes costs what the same exchange costs in a bucket; what it computes does not slow "
-    "the backward pass",
+    "the backward pass"
 )
 
 
 def assumptions(names: Iterable[str]) -> list[str]:
     """What the predictions for these sharding modes assume."""
     exchanges = [sharding_mode(name).exchange for name in names]
-    return [*(ASSUMPTIONS if exchanges else ()), *(BETWEEN if set(exchanges) - {DENSE} else ())]
+    return [ASSUMPTION] * bool(exchanges) + [BETWEEN] * bool(set(exchanges) - {DENSE})
 
 
-@dataclass(frozen=True, slots=True)
-class Sharding:
-    """A strategy that shards by FSDP2: predicts the step of one sharding mode."""
+def run(mode: ShardingMode, trace: Trace, networks: Sequence[Network]) -> Ran:
+    """The step of a sharding mode, planned for the first network, as planners of buckets are."""
+    links = [links_of(mode, network) for network in networks]
+    sharded = sharded_trace(trace)
+    chosen = mode.per_block([block.name for block in sharded.blocks])
+    if mode.units == PLANNED:
+        chosen = plan(sharded, links[0])
+    return Ran(len(chosen), 1, [step_s(sharded, chosen, one) for one in links])
 
-    mode: ShardingMode
 
-    @classmethod
-    def named(cls, name: str) -> "Sharding":
-        """The strategy of this name; ValueError if there is none."""
-        return cls(sharding_mode(name))
-
-    def __call__(self, trace: Trace, networks: Sequence[Network]) -> Ran:
-        """Planned for the first network, as planners of buckets are."""
-        links = [self.links(network) for network in networks]
-        run = sharded_trace(trace)
-        names = [block.name for block in run.blocks]
-        chosen = plan(run, links[0]) if self.mode.units == PLANNED else self.mode.per_block(names)
-        return Ran(len(chosen), 1, [step_s(run, chosen, one) for one in links])
-
-    def links(self, network: Network) -> Links:
-        """What a step sends on, on this network."""
-        if not self.mode.nodes:
-            return Links(network)
-        model = network.model
-        if not isinstance(model, TwoLevel):
-            raise ValueError("hsdp shards inside nodes, and this network has none: expected one like nvlink+25gbe")
-        inside = min(network.world_size, model.ranks_per_node)
-        count = ceil(network.world_size / model.ranks_per_node)
-        if count == 1:
-            return Links(Network.modelled(inside, model.inside))
-        # The shards of a node pass its one card together.
-        card = replace(model.across, beta_s_per_byte=inside * model.across.beta_s_per_byte)
-        (kind,) = (DENSE,) if self.mode.exchange == DENSE else Compression.named(self.mode.exchange).kinds
-        return Links(Network.modelled(inside, model.inside), priced(Network.modelled(count, card), [kind]), kind)
+def links_of(mode: ShardingMode, network: Network) -> Links:
+    """What a step sends on, on this network."""
+    if not mode.nodes:
+        return Links(network)
+    model = network.model
+    if not isinstance(model, TwoLevel):
+        raise ValueError("hsdp shards inside nodes, and this network has none: expected one like nvlink+25gbe")
+    ranks = min(network.world_size, model.ranks_per_node)
+    inside = Network.modelled(ranks, model.inside)
+    count = ceil(network.world_size / model.ranks_per_node)
+    if count == 1:
+        return Links(inside)
+    # The shards of a node pass its one card together.
+    card = replace(model.across, beta_s_per_byte=ranks * model.across.beta_s_per_byte)
+    (kind,) = (DENSE,) if mode.exchange == DENSE else Compression.named(mode.exchange).kinds
+    return Links(inside, priced(Network.modelled(count, card), [kind]), kind)
 
 
 def sharded_trace(trace: Trace) -> ShardedTrace:
