@@ -211,9 +211,11 @@ class Replication:
         for unit in self._units:
             numel, _, whole = self._last.get(unit.label, (0, None, True))
             if not whole:
-                why = "some of its parameters had no gradient"
-                if unit.trains_others():
-                    why = "parameters were frozen or unfrozen since: close() this, and call ab.replicate() again"
+                why = (
+                    "parameters were unfrozen since, or frozen: close() this Replication, and call ab.replicate() again"
+                    if unit.trains_others()
+                    else "some of its parameters had no gradient"
+                )
                 lines.append(
                     f"{unit.label} travelled exactly in the last step, {numel} elements for the {unit.numel} that were "
                     f"trained when ab.replicate() was called: {why}."

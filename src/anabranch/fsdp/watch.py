@@ -114,13 +114,13 @@ class Watch:
         """What the blocks compute and weigh: medians over the recorded steps of this rank."""
         passes = self._recorded()
         order = list(passes[-1].forward)
+        unit_of = {name: unit for unit in self._units for name in unit.blocks}
         blocks = []
         for name, following in zip(order, [*order[1:], None], strict=True):
-            nbytes, gradient_nbytes = self._sizes(name)
             forward_s = median(self._forward_s(one, name, following) for one in passes)
             backward_s = median(self._s(*one.backward[name]) for one in passes)
-            blocks.append(Block(name, nbytes, gradient_nbytes, forward_s, backward_s))
-        rest = [self._sizes(None, unit) for unit in self._units if not unit.blocks]
+            blocks.append(Block(name, *self._sizes(unit_of[name], name), forward_s, backward_s))
+        rest = [self._sizes(unit) for unit in self._units if not unit.blocks]
         device = torch.cuda.get_device_name(self._device) if self._device.type == "cuda" else "CPU"
         meta: Meta = {"source": "recorded", "steps": len(passes), "torch": torch.__version__, "device": device}
         return ShardedTrace(
@@ -361,17 +361,15 @@ class Watch:
             spans.append(Span(track, f"{what} {label}", start_s, free_s[track]))
         return tuple(sorted(spans, key=lambda span: span.start_s))
 
-    def _sizes(self, name: str | None, unit: _Watched | None = None) -> tuple[int, int]:
-        """Bytes that are gathered and that are reduced for a block; for the whole unit where no name is given."""
-        units = [unit] if unit is not None else [unit for unit in self._units if name in unit.blocks]
+    def _sizes(self, unit: _Watched, block: str = "") -> tuple[int, int]:
+        """Bytes that are gathered and that are reduced for a block; for the whole unit where none is named."""
         nbytes = gradient_nbytes = 0
-        for group in units[0].groups:
-            for one in group.fsdp_params:
-                parameter = one.sharded_param
-                if name is None or self._names[parameter].startswith(f"{name}."):
-                    numel = parameter.numel()
-                    nbytes += numel * (one.mp_policy.param_dtype or parameter.dtype).itemsize
-                    gradient_nbytes += numel * gradient_dtype(one).itemsize * parameter.requires_grad
+        for one in (one for group in unit.groups for one in group.fsdp_params):
+            parameter = one.sharded_param
+            if not block or self._names[parameter].startswith(f"{block}."):
+                numel = parameter.numel()
+                nbytes += numel * (one.mp_policy.param_dtype or parameter.dtype).itemsize
+                gradient_nbytes += numel * gradient_dtype(one).itemsize * parameter.requires_grad
         return nbytes, gradient_nbytes
 
 

@@ -72,7 +72,8 @@ def scale(
 
     ValueError for an argument that makes no sense; NetworkError for a network that cannot be carried to a world size.
     """
-    _check_world_sizes(world_sizes)
+    if not world_sizes or world_sizes[0] < 1 or any(high <= low for low, high in pairwise(world_sizes)):
+        raise ValueError(f"world_sizes is {list(world_sizes)}: expected rising whole numbers from 1 on")
     kinds = strategy_kinds(planners, compress, sharded)
     batches, ranges = _batches(trace, kinds, batch), _ranges(networks)
     points: list[ScalePoint] = []
@@ -96,11 +97,6 @@ def scale(
         assumptions=tuple(dict.fromkeys([*assumed, *assumptions, *of_networks, *sharding.assumptions(sharded)])),
     )
     return replace(result, answer=tuple(answer(result)))
-
-
-def _check_world_sizes(sizes: Sequence[int]) -> None:
-    if not sizes or sizes[0] < 1 or any(high <= low for low, high in pairwise(sizes)):
-        raise ValueError(f"world_sizes is {list(sizes)}: expected rising whole numbers from 1 on")
 
 
 def strategy_kinds(planners: Sequence[str], compress: Sequence[str], sharded: Sequence[str] = ()) -> dict[str, Kind]:
