@@ -1,7 +1,8 @@
 """anabranch show: the content of a trace, network, plan, timeline or cached plan, or of a sharded trace or plan."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Argument
@@ -35,26 +36,47 @@ File = Annotated[
 
 def show(file: File, as_json: JsonOption = False) -> None:
     """Show a trace, network, plan or timeline; with --json its summary and its content."""
-    summary, content, report = _shown(arguments.content(file))
-    if as_json:
-        print_json({"command": "show", "summary": summary, "content": json.loads(content)})
-    else:
+    found = arguments.content(file)
+    summary, report = _described(found)
+    if not as_json:
         show_tables(*report)
+        return
+    written: Any = dumps
+    if isinstance(found, Entry):
+        written = Entry.text
+    elif isinstance(found, ShardedTrace | ShardingPlan):
+        written = sharding_values.dumps
+    print_json({"command": "show", "summary": summary, "content": json.loads(written(found))})
 
 
-def _shown(found: Any) -> "tuple[dict[str, Any], str | bytes, list[RenderableType]]":
-    """The summary of a file's content, the content as JSON, and the tables to print."""
+def print_saved(
+    command: str, noun: Trace | Network, output: Path, as_json: bool, notes: Sequence[str], more: Mapping[str, Any]
+) -> None:
+    """Print what is in a noun that was written to ``output``: tables and notes, or JSON with ``more`` fields."""
+    from rich.text import Text
+
+    from anabranch.tools.report.formatting import plain
+
+    summary, report = _described(noun)
+    if as_json:
+        print_json({"command": command, **summary, **more, "written": str(output)})
+    else:
+        show_tables(*report, *(Text(plain(note)) for note in notes), f"Written to {output}.")
+
+
+def _described(found: Any) -> "tuple[dict[str, Any], list[RenderableType]]":
+    """The summary of a file's content, and the tables to print."""
     from anabranch.tools.report import figures, tables
 
     if isinstance(found, Entry):
-        return choice_figures(found), found.text(), _cached_report(found)
+        return choice_figures(found), _cached_report(found)
     if isinstance(found, ShardedTrace):
         summary: dict[str, Any] = {"blocks": len(found), "nbytes": found.nbytes, "compute_s": found.compute_s}
-        return summary, sharding_values.dumps(found), _sharded_trace_report(found)
+        return summary, _sharded_trace_report(found)
     if isinstance(found, ShardingPlan):
         freed = sum(unit.reshard for unit in found.units)
         summary = {"units": len(found), "blocks": len(found.names), "freed": freed, "prefetch": found.prefetch}
-        return summary, sharding_values.dumps(found), _sharding_plan_report(found)
+        return summary, _sharding_plan_report(found)
     of_kind: dict[type, tuple[Any, Any]] = {
         Trace: (figures.trace_figures, tables.trace_report),
         Network: (figures.network_figures, tables.network_report),
@@ -62,7 +84,7 @@ def _shown(found: Any) -> "tuple[dict[str, Any], str | bytes, list[RenderableTyp
         Timeline: (figures.timeline_figures, tables.timeline_report),
     }
     summarise, report = of_kind[type(found)]
-    return summarise(found), dumps(found), [report(found)]
+    return summarise(found), [report(found)]
 
 
 def _cached_report(entry: Entry) -> "list[RenderableType]":
@@ -71,12 +93,10 @@ def _cached_report(entry: Entry) -> "list[RenderableType]":
     from anabranch.tools.report.formatting import factor, label, seconds
 
     choice = entry.choice
-    about = ("backend ", "devices ", "hosts ")
-    training = [entry.key.input, *(line for line in entry.key.training if line.startswith(about))]
     pairs: list[tuple[str, str | Text]] = [
         ("model", label(entry.key.model)),
         ("ranks", str(choice.network.world_size)),
-        *((name, label(value)) for name, _, value in (line.partition(" ") for line in training)),
+        ("input", label(entry.key.input.removeprefix("input "))),
         ("versions", label(", ".join(entry.key.versions))),
         ("choice", label(choice.label)),
         ("step", f"{seconds(choice.step_s)}, spread {seconds(choice.spread_s)}"),

@@ -330,7 +330,6 @@ class DemoDocument(_Read):
     link         the network between the ranks, in words
     benchmark    the steps of all setups and of computing alone, in turns
     fast         the same of some of them on faster links; None where nothing was slowed down
-    replayed     DDP and DataParallel on the same faster links, for a model that just about keeps them busy
     """
 
     command: Literal["demo"] = "demo"
@@ -339,7 +338,6 @@ class DemoDocument(_Read):
     benchmark: Benchmark
     trainings: tuple[DemoTraining, ...]
     fast: Benchmark | None = None
-    replayed: Benchmark | None = None
 
     def __post_init__(self) -> None:
         trained, timed = [one.name for one in self.trainings], [row.name for row in self.benchmark.rows]
@@ -354,8 +352,6 @@ class DemoDocument(_Read):
                 f"a demo has the steps of {', '.join(sorted(fast))} on fast links: expected {COMPUTE} and some of the "
                 "trainings"
             )
-        if self.replayed is not None and OURS not in {row.name for row in self.replayed.rows}:
-            raise ValueError(f"a demo's replayed steps are not those of {OURS}")
 
     def training(self, name: str) -> DemoTraining:
         """The training of this name."""
