@@ -1,8 +1,9 @@
 """anabranch cache: the plans that earlier trainings have kept."""
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Argument, Option
 
@@ -11,14 +12,14 @@ from anabranch.tools.cli.output import print_json, show_tables
 from anabranch.tuning.plan_cache import VARIABLE, Entry, PlanCache, default_folder
 from anabranch.values.errors import FileError
 
-Folder = Annotated[
-    Path | None,
-    Argument(metavar="FOLDER", help=f"The cache. Default: ${VARIABLE}, or the user's own.", show_default=False),
-]
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+FOLDER = Argument(metavar="FOLDER", help=f"The cache. Default: ${VARIABLE}, or the user's own.", show_default=False)
 
 
 def cache(
-    folder: Folder = None,
+    folder: Annotated[Path | None, FOLDER] = None,
     clear: Annotated[bool, Option("--clear", help="Delete them, so that the next trainings search again.")] = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -36,7 +37,7 @@ def cache(
     elif clear:
         print(f"{len(files)} deleted in {folder}")
     else:
-        _print(folder, rows)
+        show_tables(*_tables(folder, rows))
 
 
 def choice_figures(entry: Entry) -> dict[str, Any]:
@@ -64,7 +65,7 @@ def _row(file: Path) -> dict[str, Any]:
         return {"file": str(file), "ignored": str(error)}
 
 
-def _print(folder: Path, rows: list[dict[str, Any]]) -> None:
+def _tables(folder: Path, rows: list[dict[str, Any]]) -> "Iterator[RenderableType]":
     from anabranch.tools.report.formatting import factor, label, plain, time_scale
     from anabranch.tools.report.tables import columns
 
@@ -73,10 +74,9 @@ def _print(folder: Path, rows: list[dict[str, Any]]) -> None:
     headers = ("model", "ranks", "device", "choice", f"step, {scale.unit}", "gain", "date", "file")
     table = columns(f"Plans in {plain(str(folder))}", *headers, left=["model", "device", "choice", "file"])
     for row in known:
-        words = [label(str(row[name])) for name in ("model", "device", "label")]
-        table.add_row(
-            words[0], str(row["ranks"]), words[1], words[2], scale(row["step_s"]), factor(row["gain"]), row["date"],
-            plain(Path(row["file"]).name),
-        )  # fmt: skip
-    ignored = [f"Ignored: {plain(row['ignored'])}" for row in rows if "ignored" in row]
-    show_tables(table, *(["\n".join(ignored)] if ignored else []))
+        model, device, choice = (label(str(row[name])) for name in ("model", "device", "label"))
+        step, gain, file = scale(row["step_s"]), factor(row["gain"]), plain(Path(row["file"]).name)
+        table.add_row(model, str(row["ranks"]), device, choice, step, gain, row["date"], file)
+    yield table
+    if ignored := [f"Ignored: {plain(row['ignored'])}" for row in rows if "ignored" in row]:
+        yield "\n".join(ignored)
