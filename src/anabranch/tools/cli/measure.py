@@ -87,7 +87,7 @@ def _kind(text: str) -> str:
 def _measured(
     backend: str | None, lanes: int, largest_nbytes: int, budget_s: float, kinds: Sequence[str]
 ) -> tuple[Network, list[str]]:
-    """The network among all ranks, and notes on collectives that the backend cannot do and on noise.
+    """The network among all ranks, and notes on noise.
 
     The process groups exist for as long as this takes.
     """
@@ -96,7 +96,7 @@ def _measured(
     from anabranch.exchange.compression import probe_of
     from anabranch.exchange.groups import clone_group
     from anabranch.exchange.lanes import RELEASE_GRACE_S
-    from anabranch.observe.measure import SHARDED, noise_note, unsupported
+    from anabranch.observe.measure import SHARDED, noise_note
     from anabranch.observe.measure import measure as measured
 
     device = join(backend)
@@ -104,13 +104,9 @@ def _measured(
         everyone = dist.group.WORLD
         assert everyone is not None
         more = [clone_group(everyone, dist.get_backend(), f"anabranch lane {lane}") for lane in range(1, lanes)]
-        missing = unsupported(SHARDED, everyone, device)
-        sharded = {kind: collective for kind, collective in SHARDED.items() if kind not in missing}
-        timed = {**{kind: probe_of(kind) for kind in kinds}, **sharded}
+        timed = {**{kind: probe_of(kind) for kind in kinds}, **SHARDED}
         network = measured([everyone, *more], device, largest_nbytes, budget_s, timed)
-        name = dist.get_backend(everyone)
-        notes = [f"{kind} was not measured: {name} cannot do it here ({why})" for kind, why in missing.items()]
-        return network, [note for note in (*notes, noise_note(network)) if note]
+        return network, [note for note in [noise_note(network)] if note]
     finally:
         dist.destroy_process_group()
         sleep(RELEASE_GRACE_S)
