@@ -1,4 +1,4 @@
-"""Files of ``model.trace_steps`` and ``watch.trace_steps``: some steps of all ranks, on one clock."""
+"""Files of ``model.trace_steps``: some steps of all ranks, on one clock."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -44,7 +44,6 @@ class RankStep:
     """One rank in one step; zero is the start of rank 0's backward.
 
     tensors   of each bucket, by the name of its span
-    peers     ranks that take part in a message, by the name of its span; empty for all of them
     waits     of the buckets that were here before they were on another rank, by the name of their span
     """
 
@@ -52,7 +51,6 @@ class RankStep:
     rank: int
     timeline: Timeline
     tensors: Mapping[str, tuple[str, ...]]
-    peers: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     waits: Mapping[str, Wait] = field(default_factory=dict)
 
 
@@ -90,15 +88,15 @@ def _clock_error_s(document: Mapping[str, Any]) -> float:
 
 def _with_waits(ranks: Sequence[RankStep], error_s: float) -> list[RankStep]:
     """The same, with what each rank waited for; differences that the clocks' error explains are none."""
-    begun: dict[tuple[str, tuple[int, ...]], dict[int, float]] = {}  # by message, and the ranks that take part
+    begun: dict[str, dict[int, float]] = {}  # by message, then by rank
     for one in ranks:
         for span in one.timeline.communication:
             if span.name != EXPOSED:  # of DDP's own buckets, which may be under way meanwhile
-                begun.setdefault((span.name, one.peers.get(span.name, ())), {})[one.rank] = span.start_s
+                begun.setdefault(span.name, {})[one.rank] = span.start_s
     last = {message: max(own, key=lambda rank: own[rank]) for message, own in begun.items()}
     return [
         replace(one, waits={
-            message[0]: Wait(own[last[message]], last[message])
+            message: Wait(own[last[message]], last[message])
             for message, own in begun.items()
             if one.rank in own and own[last[message]] - own[one.rank] > error_s
         })
@@ -130,7 +128,6 @@ def _rank_step(
 ) -> RankStep | None:
     spans: list[Span] = []
     tensors: dict[str, tuple[str, ...]] = {}
-    peers: dict[str, tuple[int, ...]] = {}
     has_buckets = any(LANE.fullmatch(tracks.get((rank, event.tid), "")) for event in own)
     for event in own:
         track = tracks.get((rank, event.tid), COMPUTE)
@@ -142,8 +139,6 @@ def _rank_step(
         spans.append(Span(track, event.name, start_s, start_s + event.dur / 1e6))
         names = event.args.get("tensors", ())
         tensors[event.name] = tuple(str(name) for name in names) if isinstance(names, list) else ()
-        members = event.args.get("ranks", ())
-        peers[event.name] = tuple(r for r in members if isinstance(r, int)) if isinstance(members, list) else ()
     if not any(span.track == COMPUTE for span in spans):
         return None
-    return RankStep(step, rank, Timeline(tuple(spans), {"source": "measured"}), tensors, peers)
+    return RankStep(step, rank, Timeline(tuple(spans), {"source": "measured"}), tensors)
