@@ -119,7 +119,7 @@ def test_what_fits_decides_the_batch(
     assert said.format(**batches, oktopk=batches["oktopk:0.01"]) in told
     assert "whatever the strategy" in error_of(capsys, *argv[:-1], "1MiB")
     assert "--scaling strong" in error_of(capsys, *argv, "--scaling", "strong")
-    assert "expected one of them" in error_of(capsys, *argv, "--batch", "4")
+    assert "no --within beside it" in error_of(capsys, *argv, "--batch", "4")
 
 
 def test_what_fits_of_a_sharded_model_does_at_the_fewest_ranks(
@@ -328,4 +328,4 @@ def test_sharded_strategies_stand_beside_the_others(capsys: pytest.CaptureFixtur
     names = [strategy["name"] for strategy in json.loads(capsys.readouterr().out)["strategies"]]
     assert names[-1] == "fsdp2:planned"
     message = error_of(capsys, *argv, "--within", "1GiB")
-    assert "the memory of --sharded fsdp2:planned is not predicted" in message
+    assert "--sharded is 'fsdp2:planned': expected one of fsdp2, " in message

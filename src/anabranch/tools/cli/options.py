@@ -1,6 +1,7 @@
 """Options that several commands share, and the options that are retired."""
 
 from collections.abc import Mapping, Sequence
+from enum import StrEnum
 from itertools import pairwise
 from pathlib import Path
 from typing import Annotated
@@ -8,6 +9,14 @@ from typing import Annotated
 from typer import Option
 
 from anabranch.tools.cli.network_text import EXAMPLES
+
+
+class Precision(StrEnum):
+    """What a model computes in; its parameters and gradients keep their type in both."""
+
+    fp32 = "fp32"
+    bf16 = "bf16"
+
 
 TraceOption = Annotated[str, Option("--trace", metavar="T", help="A trace file, or a name that anabranch list shows.")]
 NetworkOption = Annotated[
@@ -39,6 +48,8 @@ RETIRED: Mapping[str, Mapping[str, str]] = {
     "memory": {
         "--activations offload": "Lean keeps activations or recomputes them: --activations keep, or recompute",
         "--density": "give the density with the exchange, as in --compress oktopk:0.02",
+        "--plan": "buckets have 25 MiB; of others, in Python: anabranch.planning.memory.Setting(buckets=...)",
+        "--precision pure-bf16": "give a model whose weights are bfloat16, as in --model train:build",
         "--measure": "train so and read torch.cuda.max_memory_allocated(); for models by name: benchmarks/memory.py",
         "--rate": f"describe the links, as in --network {EXAMPLES['ring']}",
         "--trace": "anabranch scale --within predicts throughput at the largest batches, from its --trace",

@@ -1,14 +1,13 @@
 """anabranch record and import-trace: the trace of the user's model, of a well-known one, or of a profile."""
 
 from collections.abc import Callable, Mapping
-from enum import StrEnum
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from typer import Argument, Option
 
-from anabranch.tools.cli.options import ForceOption, JsonOption
+from anabranch.tools.cli.options import ForceOption, JsonOption, Precision
 from anabranch.tools.cli.output import check_free, check_other, progress
 from anabranch.tools.cli.show import print_saved
 from anabranch.tools.cli.user_function import RECORDED, model_and_step
@@ -18,13 +17,6 @@ from anabranch.values.trace import Trace
 
 if TYPE_CHECKING:
     from torch import nn
-
-
-class Precision(StrEnum):
-    """What a named model computes in; its parameters and gradients are float32 in both."""
-
-    fp32 = "fp32"
-    bf16 = "bf16"
 
 
 WHAT = Argument(
