@@ -56,11 +56,8 @@ def scale(
     networks        preset names such as "10gbe", Networks, or NetworkRanges, which add a name, a source and a band
     world_sizes     numbers of ranks, rising
     planners        names of ``scaling.named_planners``: strategies that send every value
-    compress        further strategies with compressed buckets where they gain: "bf16", "int8" and "int4" round every
-                    element, "oktopk:0.01" sends 1 % of them, "oktopk:0.01:bf16" with packed values, "oktopk"
-                    chooses the density, "auto" chooses among those that round, "auto:oktopk:0.01" among all of
-                    these; "lean:int8", "lean:auto", "lean:0.01" and "lean" do so on the Lean engine; "int8@nodes" does
-                    so between nodes that are dense inside
+    compress        further strategies with compressed buckets where they gain: names that ``Compression.named`` knows,
+                    such as "int8", "oktopk:0.01", "auto", "lean:int8" or "int8@nodes"
     sharded         further strategies that shard the model by FSDP2: a name of ``SHARDING_MODES``; "hsdp" and its like
                     shard inside nodes, on two-level networks, "hsdp@int8" with int8 between them
     scaling         "weak" keeps the batch of each rank, "strong" the global batch
