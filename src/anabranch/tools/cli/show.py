@@ -1,7 +1,7 @@
 """anabranch show: the content of a trace, network, plan, timeline or cached plan, or of a sharded trace or plan."""
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -109,8 +109,8 @@ def _cached_report(entry: Entry) -> "list[RenderableType]":
 
 def _sharded_trace_report(trace: ShardedTrace) -> "list[RenderableType]":
     """The blocks, with what they weigh and compute."""
-    from anabranch.tools.report.formatting import count, label, seconds, size, time_scale
-    from anabranch.tools.report.tables import add_rows, columns, facts, meta_pairs
+    from anabranch.tools.report.formatting import count, seconds, size, time_scale
+    from anabranch.tools.report.tables import Cell, Table, facts, meta_pairs, number, terminal
 
     pairs: list[tuple[str, str | Text]] = [
         ("blocks", f"{count(len(trace), 'block')}, {size(trace.nbytes)} with {size(trace.rest_nbytes)} in none"),
@@ -119,23 +119,27 @@ def _sharded_trace_report(trace: ShardedTrace) -> "list[RenderableType]":
     ]
     scale = time_scale(block.backward_s for block in trace.blocks)
     headers = ["parameters", "gradients", f"forward, {scale.unit}", f"backward, {scale.unit}", "block"]
-    rows: Iterator[list[str | Text]] = (
-        [size(b.nbytes), size(b.gradient_nbytes), scale(b.forward_s), scale(b.backward_s), label(b.name)]
+    rows = [
+        [number(b.nbytes, size), number(b.gradient_nbytes, size), number(b.forward_s, scale),
+         number(b.backward_s, scale), Cell(b.name)]
         for b in trace.blocks
-    )
-    table = add_rows(columns("Blocks", *headers, left=["block"]), rows, len(trace), "block")
-    return [facts("Sharded trace", pairs), table]
+    ]  # fmt: skip
+    return [facts("Sharded trace", pairs), terminal(Table("Blocks", headers, rows))]
 
 
 def _sharding_plan_report(plan: ShardingPlan) -> "list[RenderableType]":
     """The units, with their first and last block."""
-    from anabranch.tools.report.formatting import label
-    from anabranch.tools.report.tables import add_rows, columns, facts
+    from anabranch.tools.report.tables import Cell, Table, facts, number, terminal
 
-    headers = ["#", "blocks", "after forward", "first", "last"]
-    rows: Iterator[list[str | Text]] = (
-        [str(i), str(len(u.names)), "freed" if u.reshard else "kept", label(u.names[0]), label(u.names[-1])]
-        for i, u in enumerate(plan.units)
-    )
-    table = add_rows(columns("Units", *headers, left=headers[2:]), rows, len(plan), "unit")
-    return [facts("Sharding plan", [("units", plan.described())]), table]
+    rows = [
+        [
+            number(at, str),
+            number(len(u.names)),
+            Cell("freed" if u.reshard else "kept"),
+            Cell(u.names[0]),
+            Cell(u.names[-1]),
+        ]
+        for at, u in enumerate(plan.units)
+    ]
+    table = Table("Units", ["#", "blocks", "after forward", "first", "last"], rows)
+    return [facts("Sharding plan", [("units", plan.described())]), terminal(table)]
