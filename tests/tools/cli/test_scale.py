@@ -17,7 +17,7 @@ from anabranch.planning.simulator import finish_s
 from anabranch.tools.bench import zoo
 from anabranch.tools.cli import network_text
 from anabranch.tools.cli.main import main
-from anabranch.tools.cli.memory import Optimizer, estimator_of
+from anabranch.tools.cli.memory import estimator_of
 from anabranch.tools.predict.scaling.compression import priced
 from anabranch.tools.predict.scaling.result import Scaling
 from anabranch.tools.predict.scaling.sweep import sweep
@@ -133,7 +133,7 @@ def test_what_fits_of_a_sharded_model_does_at_the_fewest_ranks(
     argv = ["scale", "--trace", str(tmp_path / "fit.json"), "--network", "nvlink+25gbe", *FEW, "--within", "100MiB"]
     found = json_of(capsys, *argv, "--sharded", "fsdp2:reshard", "--sharded", "hsdp")
     batches = {strategy["name"]: strategy["batch"] for strategy in found["strategies"]}
-    estimator = estimator_of("resnet50", Optimizer.momentum)
+    estimator = estimator_of("resnet50", "momentum")
     for way in ("fsdp2:reshard", "hsdp"):
         expected = estimator.largest_batch(way, Setting(ranks=4, ranks_per_node=4), 100 << 20)
         assert batches[way] == expected > 0

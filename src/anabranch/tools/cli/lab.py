@@ -1,12 +1,12 @@
 """anabranch lab: run a program on a cluster made on this machine, with links of a chosen rate."""
 
 import math
-from enum import StrEnum
 from typing import Annotated
 
 from typer import Argument, Exit, Option
 
 from anabranch.tools.cli.network_text import RATE_BIT, TIME_S
+from anabranch.tools.cli.options import Backend
 from anabranch.tools.lab.cluster import MAX_HOSTS, Cluster
 from anabranch.values.quantities import quantity
 
@@ -16,22 +16,13 @@ DEFAULT_ALPHA = "50us"
 EmulateOption = Annotated[bool, Option("--emulate", help="Emulate the links inside the ranks; needs no root.")]
 
 
-class Backend(StrEnum):
-    """Backend of the program's process group."""
-
-    GLOO = "gloo"
-    NCCL = "nccl"
-
-
 def lab(
     command: Annotated[list[str], Argument(metavar="PROGRAM", help="The program, with its arguments.")],
     rate: Annotated[
         str, Option(help="Rate of all links, such as 10gbit, or one rate per host: 10gbit,10gbit,1gbit; or: unshaped.")
     ],
     hosts: Annotated[int, Option(min=1, max=MAX_HOSTS, help="Machines in the cluster.")] = 4,
-    backend: Annotated[
-        Backend, Option(help="With nccl, hosts share this machine's GPUs (through MPS).")
-    ] = Backend.GLOO,
+    backend: Annotated[Backend, Option(help="With nccl, hosts share this machine's GPUs (through MPS).")] = "gloo",
     ranks_per_host: Annotated[
         int, Option(min=1, help="Ranks on each host; more than one are started by torchrun.")
     ] = 1,
@@ -56,7 +47,7 @@ def lab(
     alpha_s = quantity(alpha or DEFAULT_ALPHA, TIME_S) if emulate else None
     if alpha_s is not None and not math.isfinite(alpha_s):
         raise ValueError(f"--alpha is {alpha!r}: expected a time in s, ms or us, such as {DEFAULT_ALPHA}")
-    cluster = Cluster(rates * hosts if len(rates) == 1 else rates, ranks_per_host, backend.value, alpha_s)
+    cluster = Cluster(rates * hosts if len(rates) == 1 else rates, ranks_per_host, backend, alpha_s)
     raise Exit(run(cluster, command, timeout))
 
 

@@ -1,9 +1,8 @@
 """anabranch memory: predicted peak memory of every mode of training, and the largest batch that fits."""
 
 from collections.abc import Mapping, Sequence
-from enum import StrEnum
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
 
 from typer import Option
 
@@ -31,6 +30,9 @@ SHARDED_ASSUMPTION = "units of fsdp2 and hsdp are the parameters with the same n
 AUTO_AS = "auto in the memory of int4, its least faithful kind, which keeps a residual"
 CLIPPED = "lean holds averages until the norm over all gradients is known"
 
+Optimizer = Literal["sgd", "momentum", "adamw"]  # by its state: none, one number per parameter, or two
+Activations = Literal["keep", "recompute"]
+
 MODEL = Option(
     metavar="M", help="A model of torchvision or transformers, such as resnet152 or gpt2; or your own: module:function."
 )
@@ -46,30 +48,15 @@ SHARDED = Option(
 WITHIN = Option(metavar="SIZE", help="Find the largest batch that fits in this, and what Lean(within=) chooses: 16GiB.")
 
 
-class Optimizer(StrEnum):
-    """The optimizer by its state: none, one number per parameter, or two."""
-
-    sgd = "sgd"
-    momentum = "momentum"
-    adamw = "adamw"
-
-
-class Activations(StrEnum):
-    """Where activations are between forward and backward."""
-
-    keep = "keep"
-    recompute = "recompute"
-
-
 def memory(
     model: Annotated[str, MODEL],
     batch_size: Annotated[int, Option(metavar="B", min=1, help="Images or sequences per rank.")],
     ranks: Annotated[int | None, Option(metavar="N", min=1, help="Default: the network's, or 4 without one.")] = None,
     compress: Annotated[list[str] | None, COMPRESS] = None,
     sharded: Annotated[list[str] | None, SHARDED] = None,
-    optimizer: Annotated[Optimizer, Option(help="Whose state to count.")] = Optimizer.momentum,
-    activations: Annotated[Activations, Option(help="How the Lean modes keep activations.")] = Activations.keep,
-    precision: Annotated[Precision, Option(help="bf16: under autocast.")] = Precision.fp32,
+    optimizer: Annotated[Optimizer, Option(help="Whose state to count.")] = "momentum",
+    activations: Annotated[Activations, Option(help="How the Lean modes keep activations.")] = "keep",
+    precision: Annotated[Precision, Option(help="bf16: under autocast.")] = "fp32",
     within: Annotated[str | None, WITHIN] = None,
     network: Annotated[str | None, NETWORK] = None,
     clips: Annotated[
@@ -86,7 +73,7 @@ def memory(
     from anabranch.tools.report.documents import MemoryDocument, MemoryMode
     from anabranch.tools.report.memory import memory_report
 
-    half = precision is Precision.bf16
+    half = precision == "bf16"
     estimator = estimator_of(model, optimizer, activations, half)
     batches: dict[str, int] | None = None
     with backward_errors(model):
@@ -104,8 +91,8 @@ def memory(
         batch_size=batch_size,
         ranks=setting.ranks,
         density=setting.density,
-        optimizer=optimizer.value,
-        activations=activations.value,
+        optimizer=optimizer,
+        activations=activations,
         assumptions=tuple(assumptions),
         modes={
             mode: MemoryMode(kinds=peak.kinds, predicted_nbytes=peak.nbytes, at=peak.at)
@@ -125,12 +112,12 @@ def builder_of(model: str) -> "BuildAt":
 
 
 def estimator_of(
-    model: str, optimizer: Optimizer, activations: Activations = Activations.keep, half: bool = False
+    model: str, optimizer: Optimizer, activations: Activations = "keep", half: bool = False
 ) -> "MemoryEstimator":
     """The estimator of such a model; ``half``: under autocast to bfloat16."""
     from anabranch.tools.predict.memory.estimator import OPTIMIZERS, MemoryEstimator
 
-    return MemoryEstimator(builder_of(model), OPTIMIZERS[optimizer.value], activations.value, half=half)
+    return MemoryEstimator(builder_of(model), OPTIMIZERS[optimizer], activations, half=half)
 
 
 class _Asked(NamedTuple):
@@ -227,7 +214,7 @@ def _chosen(
         name = LEAN if exchange == OKTOPK else f"{LEAN}, {exchange}"
         mode = (TrainingMode(exchange, lean=True), setting)
         try:
-            choice, found[f"{name}, within"] = chosen_within(profiled, OPTIMIZERS[optimizer.value], mode, limit_nbytes)
+            choice, found[f"{name}, within"] = chosen_within(profiled, OPTIMIZERS[optimizer], mode, limit_nbytes)
             words.append(f"{name}, {described(choice.message(limit_nbytes))}")
         except BudgetError as error:
             words.append(f"{name}, {error}")

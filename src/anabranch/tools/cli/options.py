@@ -1,23 +1,15 @@
 """Options that several commands share, and the options that are retired."""
 
 from collections.abc import Mapping, Sequence
-from enum import StrEnum
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from typer import Option
 
 from anabranch.tools.cli.network_text import EXAMPLES
 
-
-class Precision(StrEnum):
-    """What a model computes in; its parameters and gradients keep their type in both."""
-
-    fp32 = "fp32"
-    bf16 = "bf16"
-
-
+Precision = Literal["fp32", "bf16"]  # what a model computes in; its parameters keep their type in both
 TraceOption = Annotated[str, Option("--trace", metavar="T", help="A trace file, or a name that anabranch list shows.")]
 NetworkOption = Annotated[
     str,
@@ -27,7 +19,8 @@ NetworkOption = Annotated[
         help=f"A network file, a description: {EXAMPLES['ring']}, or a name that anabranch list shows: 10gbe:ranks=16.",
     ),
 ]
-BackendOption = Annotated[str | None, Option(metavar="B", help="gloo or nccl. Default: nccl with a GPU.")]
+Backend = Literal["gloo", "nccl"]
+BackendOption = Annotated[Backend | None, Option(help="Default: nccl with a GPU.")]
 PlotOption = Annotated[Path | None, Option(help="Write a page with charts to this .html file.")]
 JsonOption = Annotated[
     bool, Option("--json", help="Print one JSON document instead of tables; names end in their unit (_s: seconds).")

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated
 
 from typer import Option
@@ -19,6 +18,7 @@ from anabranch.tools.predict.scaling import Scaling, named_planners, strategy_ki
 from anabranch.tools.predict.scaling import scale as predict
 from anabranch.tools.predict.scaling.compression import LEAN
 from anabranch.tools.predict.scaling.prediction import COMPRESS, NETWORKS, PLANNERS, WORLD_SIZES
+from anabranch.tools.predict.scaling.result import Basis
 from anabranch.values.quantities import size_nbytes
 from anabranch.values.trace import Trace
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from anabranch.tools.predict.memory.fitting import Fitting
 
 MAX_BATCH = 1 << 30
-OPTIMIZER = Optimizer.momentum  # whose state --within counts
+OPTIMIZER: Optimizer = "momentum"  # whose state --within counts
 DEFAULT_SIZES, DEFAULT_PLANNERS = ",".join(map(str, WORLD_SIZES)), ",".join(PLANNERS)
 NOT_BY_DEFAULT = ", ".join(name for name in named_planners.NAMED_PLANNERS if name not in PLANNERS)
 
@@ -63,13 +63,6 @@ BATCH = Option(metavar="B", help="Samples per rank (weak) or in all (strong). De
 WITHIN = Option(metavar="SIZE", help="Every strategy, and Lean, at the largest batch that fits in this: 16GiB.")
 
 
-class Basis(StrEnum):
-    """Which batch stays the same as ranks are added: that of each rank, or the global one."""
-
-    weak = "weak"
-    strong = "strong"
-
-
 def scale(
     trace: TraceOption,
     network: Annotated[list[str] | None, NETWORK] = None,
@@ -78,9 +71,7 @@ def scale(
     planners: Annotated[str, SOME_PLANNERS] = DEFAULT_PLANNERS,
     compress: Annotated[list[str] | None, COMPRESSION] = None,
     sharded: Annotated[list[str] | None, SHARDED] = None,
-    scaling: Annotated[
-        Basis, Option(help="Keep the batch of each rank (weak) or the global batch (strong).")
-    ] = Basis.weak,
+    scaling: Annotated[Basis, Option(help="Keep the batch of each rank (weak) or the global one (strong).")] = "weak",
     batch: Annotated[int | None, BATCH] = None,
     within: Annotated[str | None, WITHIN] = None,
     plot: PlotOption = None,
@@ -103,14 +94,14 @@ def scale(
     batches: int | Mapping[str, int] | None = batch
     assumptions: Sequence[str] = ()
     if within is not None:
-        if scaling is Basis.strong:
+        if scaling == "strong":
             raise ValueError(f"--within is {within}: it finds the batch of each rank; expected no --scaling strong")
         fitting = _fitting(recorded, chosen, within, ranges, sizes)
         batches, assumptions = fitting.batches, fitting.assumptions
         chosen = [[name for name in names if name in fitting.batches] for names in chosen]
     with progress() as on_point:
         found = predict(
-            recorded, ranges, sizes, chosen[0], chosen[1], sharded=chosen[2], scaling=scaling.value, batch=batches,
+            recorded, ranges, sizes, chosen[0], chosen[1], sharded=chosen[2], scaling=scaling, batch=batches,
             assumptions=assumptions, on_point=on_point,
         )  # fmt: skip
     found = replace(found, written=str(plot) if plot else None)
@@ -139,7 +130,7 @@ def _fitting(
         )
     setting = _sharded_setting(chosen[2], ranges, sizes[0], within)
     kinds = strategy_kinds(*chosen)
-    fitting = largest_batches(estimator_of(model, OPTIMIZER), kinds, limit_nbytes, ranks, OPTIMIZER.value, setting)
+    fitting = largest_batches(estimator_of(model, OPTIMIZER), kinds, limit_nbytes, ranks, OPTIMIZER, setting)
     if not fitting.batches:
         raise ValueError(f"--within is {within}: not one sample fits, whatever the strategy; give more")
     largest = (
