@@ -6,8 +6,7 @@ from typing import Annotated
 from typer import Argument, Exit, Option
 
 from anabranch.tools.cli.network_text import RATE_BIT, TIME_S
-from anabranch.tools.cli.options import Backend
-from anabranch.tools.lab.cluster import MAX_HOSTS, Cluster
+from anabranch.tools.lab.cluster import MAX_HOSTS, Backend, Cluster
 from anabranch.values.quantities import quantity
 
 UNSHAPED = "unshaped"
@@ -23,9 +22,7 @@ def lab(
     ],
     hosts: Annotated[int, Option(min=1, max=MAX_HOSTS, help="Machines in the cluster.")] = 4,
     backend: Annotated[Backend, Option(help="With nccl, hosts share this machine's GPUs (through MPS).")] = "gloo",
-    ranks_per_host: Annotated[
-        int, Option(min=1, help="Ranks on each host; more than one are started by torchrun.")
-    ] = 1,
+    ranks_per_host: Annotated[int, Option(min=1, help="Ranks on each host.")] = 1,
     emulate: EmulateOption = False,
     alpha: Annotated[
         str | None, Option(help=f"Latency of an emulated link, by default {DEFAULT_ALPHA}; only with --emulate.")

@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 from typer import Option
 
 from anabranch.tools.cli.network_text import EXAMPLES
+from anabranch.tools.lab.cluster import Backend
 
 Precision = Literal["fp32", "bf16"]  # what a model computes in; its parameters keep their type in both
 TraceOption = Annotated[str, Option("--trace", metavar="T", help="A trace file, or a name that anabranch list shows.")]
@@ -19,7 +20,6 @@ NetworkOption = Annotated[
         help=f"A network file, a description: {EXAMPLES['ring']}, or a name that anabranch list shows: 10gbe:ranks=16.",
     ),
 ]
-Backend = Literal["gloo", "nccl"]
 BackendOption = Annotated[Backend | None, Option(help="Default: nccl with a GPU.")]
 PlotOption = Annotated[Path | None, Option(help="Write a page with charts to this .html file.")]
 JsonOption = Annotated[
