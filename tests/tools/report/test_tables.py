@@ -128,12 +128,6 @@ def test_best_prefers_fewer_lanes_among_equals() -> None:
     assert best([row("slow", 2.0), second]) is second
 
 
-def test_the_star_of_a_scaling_row_is_the_best_of_all_planners() -> None:
-    fast = {name: {4: 0.05 if name == "asc" else 0.1, 2048: 4.0} for name in NAMES}
-    table = rendered(scaling_report(scaling_of(fast)), 80)
-    assert table.count("* 50.0") == 1 and "asc 50.0" in table
-
-
 def test_errors_are_said_by_size_where_they_differ() -> None:
     names = {name: dict.fromkeys((4, 16, 64, 1024), 0.1) for name in ("by_bytes", "int8", "auto")}
     scaling = scaling_of(names, quantised=["int8", "auto"])

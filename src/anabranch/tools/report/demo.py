@@ -5,14 +5,10 @@ from dataclasses import dataclass
 from math import inf
 from statistics import fmean
 
-from rich.console import Group, RenderableType
-from rich.text import Text
-
 from anabranch.tools.report.chart import Chart, axis, curve, hover_text, layout, marker, plotly_text
 from anabranch.tools.report.documents import BASELINE, COMPUTE, Benchmark, BenchmarkRow, DemoDocument, DemoTraining
-from anabranch.tools.report.formatting import plain, signed_percent, size, time_scale
-from anabranch.tools.report.tables import Cell, Table, number, terminal
-from anabranch.tools.report.templates import environment
+from anabranch.tools.report.formatting import signed_percent, size, time_scale
+from anabranch.tools.report.tables import Cell, Table, number
 
 AVERAGED_STEPS = 10  # of a loss: batches differ more than trainings
 SAME_LOSS = 0.01  # relative difference up to which the headline prefers the fastest
@@ -92,15 +88,7 @@ def faster_rows(benchmark: Benchmark) -> list[BenchmarkRow]:
     return [row for row in benchmark.rows if row.name not in (COMPUTE, BASELINE) and benchmark.is_faster(row)]
 
 
-def gains_less(found: DemoDocument) -> bool:
-    """Whether all that are faster on fast links gain less there than on slow ones."""
-    slow, fast = found.benchmark, found.fast
-    return fast is not None and all(
-        fast.ratio_to_ddp(row) > slow.ratio_to_ddp(slow.row(row.name)) for row in faster_rows(fast)
-    )
-
-
-SENTENCES = (gain, best_gain, compared_steps, exposed_share, is_limited, reached, faster_rows, gains_less)
+SENTENCES = (gain, best_gain, compared_steps, exposed_share, is_limited, reached, faster_rows)
 
 
 def demo_table(found: DemoDocument) -> Table:
@@ -126,15 +114,6 @@ def demo_table(found: DemoDocument) -> Table:
         "steps here; its default of 100 costs less in loss."
     )
     return Table(f"{found.parameters:,} parameters, {benchmark.ranks} ranks; {found.link}", headers, rows, caption)
-
-
-def demo_report(found: DemoDocument) -> RenderableType:
-    """The terminal's summary: the table, what was chosen, and what it means."""
-    chosen = [Text(f"{one.name}: {plain(one.chosen)}") for one in found.trainings if one.chosen]
-    lines = environment(*SENTENCES).get_template("demo.txt").render(found=found).split("\n")
-    words = [Text(plain(" ".join(line.split()))) for line in lines if line.strip()]
-    heading = Text("What was chosen:", style="bold")
-    return Group(terminal(demo_table(found)), Text(), heading, *chosen, Text(), *words)
 
 
 def loss_chart(key: str, found: DemoDocument) -> Chart:

@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from anabranch.tools.predict.scaling.conclusions import BestAtSize, Gain, best_at_sizes, has_dense
+from anabranch.tools.predict.scaling.conclusions import Gain, best_at_sizes, has_dense
 from anabranch.tools.predict.scaling.named_planners import DDP_DEFAULT
 from anabranch.tools.predict.scaling.result import Curves, NetworkUsed, ScalePoint, Scaling
 from anabranch.tools.report.chart import Chart, Series, axis, band, curve, hover_text, layout, log_ticks, plotly_text
@@ -18,7 +18,6 @@ from anabranch.tools.report.formatting import Scale, count, factor, label, perce
 from anabranch.tools.report.tables import Cell, Table, number, terminal
 from anabranch.values.network import Network
 
-STRATEGIES_PER_TABLE = 5  # that 80 columns hold
 HEIGHT_PX = 430
 MAX_NETWORKS = 12  # of one sweep, with a chart each
 FLATTENS = 4.0  # times DDP's iteration: a slower line would press all others together, and is shown by a click only
@@ -29,13 +28,10 @@ WORDS = {  # what the less known strategies are
 
 
 def scaling_report(scaling: Scaling) -> RenderableType:
-    """Who is best where, network by network; of a single network also every strategy; then the answer in words."""
+    """Who is best where, network by network; then the answer in words."""
     parts: list[RenderableType] = []
     for network in scaling.networks:
-        curves = scaling.on(network.name)
-        if len(scaling.networks) == 1:
-            parts += _all_strategies(curves)
-        parts += _winners(scaling, network, curves)
+        parts += _winners(scaling, network, scaling.on(network.name))
     parts += [Text(plain(said) + "\n") for said in scaling.answer]
     return Group(*parts, Text(plain(f"Assumed: {'; '.join(scaling.assumptions)}.")))
 
@@ -49,7 +45,7 @@ def _winners(scaling: Scaling, network: NetworkUsed, curves: Curves) -> list[Ren
     best = "best dense" if has_dense(scaling) else "best"
     headers = ["ranks", f"{base}\n{scale.unit}", f"{best}\n{scale.unit}", f"over\n{base}", "effi-\nciency"]
     rows = [
-        [_ranks(row), Cell(_banded(row.ddp, scale), row.ddp.iteration_s),
+        [number(row.world_size), Cell(_banded(row.ddp, scale), row.ddp.iteration_s),
          *_best_cells(row.dense, row.ddp, scale)]
         for row in found
     ]  # fmt: skip
@@ -61,7 +57,10 @@ def _winners(scaling: Scaling, network: NetworkUsed, curves: Curves) -> list[Ren
         for kind in kinds:
             headers += [f"{words[kind]}\n{scale.unit}", "over\ndense", "effi-\nciency"]
         rows = [
-            [_ranks(row), *(cell for kind in kinds for cell in _best_cells(getattr(row, kind), row.dense, scale))]
+            [
+                number(row.world_size),
+                *(cell for kind in kinds for cell in _best_cells(getattr(row, kind), row.dense, scale)),
+            ]
             for row in found
         ]
         parts += [terminal(Table(f"{network.name}, compressed", headers, rows)), Text()]
@@ -86,10 +85,6 @@ def _errors(scaling: Scaling, curves: Curves) -> list[str]:
     return said
 
 
-def _ranks(row: BestAtSize) -> Cell:
-    return number(row.world_size)
-
-
 def _best_cells(point: ScalePoint, other: ScalePoint, scale: Scale) -> list[Cell]:
     """The step of a strategy, its gain over another, and its efficiency."""
     named = f"{label(point.planner).plain} {_banded(point, scale)}"
@@ -101,22 +96,6 @@ def _banded(point: ScalePoint, scale: Scale) -> str:
     """The step, and under it its band where there is one."""
     low, high = scale(point.iteration_low_s), scale(point.iteration_high_s)
     return scale(point.iteration_s) + (f"\n{low}–{high}" if low != high else "")
-
-
-def _all_strategies(curves: Curves) -> list[RenderableType]:
-    """The iteration time of every strategy; the best of a row has a star."""
-    sizes = list(next(iter(curves.values())))
-    best_s = {ranks: min(curve[ranks].iteration_s for curve in curves.values()) for ranks in sizes}
-    scale = time_scale(best_s.values())
-    parts: list[RenderableType] = []
-    for low in range(0, len(curves), STRATEGIES_PER_TABLE):
-        names = list(curves)[low : low + STRATEGIES_PER_TABLE]
-        rows = []
-        for ranks in sizes:
-            times = [curves[name][ranks].iteration_s for name in names]
-            rows.append([number(ranks), *(Cell("* " * (at == best_s[ranks]) + scale(at), at) for at in times)])
-        parts += [terminal(Table(f"Iteration, {scale.unit}", ["ranks", *names], rows)), Text()]
-    return [*parts, Text("* best of all strategies at that world size."), Text()]
 
 
 # ----------------------------------------------------------------------------------------------------------- charts

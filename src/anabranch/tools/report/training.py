@@ -1,9 +1,9 @@
 """Trainings: files of JSON lines (metrics of ``ab.JsonLines``, losses, or both), as curves and as a table of stages."""
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from operator import itemgetter
 from statistics import median
 from typing import Annotated, Any, NamedTuple
 
@@ -80,14 +80,16 @@ def trainings(text: bytes, where: str, name: str) -> list[Training]:
     for at, row in enumerate(text.split(b"\n"), start=1):
         if not row.strip(b" \t\r\0"):
             continue
+        place = f"{where}, line {at}"
         try:
-            line = _line(row, f"{where}, line {at}")
+            value = parse_json(row.strip(b"\0"), place, nan_as_none=True)
         except FileError:
-            if not _is_truncated(row):
+            if not row.lstrip(b" \t\0").startswith(b"{"):
                 raise
             truncated += 1
             left_out.append(f"line {at:,}, which is not complete")
             continue
+        line = _line(value, place)
         if "loss" in line.model_fields_set and line.loss is None:
             left_out.append(f"the loss of step {line.step:,}, which is not a number")
         lines.append(line)
@@ -121,19 +123,7 @@ def _runs(lines: Sequence[StepLine], name: str, note: str) -> list[Training]:
     return found
 
 
-def _is_truncated(row: bytes) -> bool:
-    """Whether a line begins as a JSON object and is cut off, or runs into the next one."""
-    try:
-        json.loads(row)
-    except json.JSONDecodeError:
-        return row.lstrip(b" \t\0").startswith(b"{")
-    except (ValueError, RecursionError):
-        pass
-    return False
-
-
-def _line(row: bytes, where: str) -> StepLine:
-    value = parse_json(row.strip(b"\0"), where, nan_as_none=True)
+def _line(value: Any, where: str) -> StepLine:
     try:
         line = StepLine.model_validate(value)
     except ValidationError as error:
@@ -203,12 +193,8 @@ def downsample(points: Sequence[Point]) -> Sequence[Point]:
         return points
     per_bin = -(-len(points) // (MAX_POINTS // 2))
     bins = [points[low : low + per_bin] for low in range(0, len(points), per_bin)]
-    extremes = ((min(part, key=_value), max(part, key=_value)) for part in bins)
-    return [point for pair in extremes for point in sorted(set(pair))]
-
-
-def _value(point: Point) -> float:
-    return point[1]
+    extremes = ({min(part, key=itemgetter(1)), max(part, key=itemgetter(1))} for part in bins)
+    return [point for pair in extremes for point in sorted(pair)]
 
 
 class _Panel(NamedTuple):
