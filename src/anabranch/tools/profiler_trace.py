@@ -139,19 +139,16 @@ def _events(raw: Iterable[Any], where: str) -> list[Event]:
     for index, event in enumerate(raw):
         if not isinstance(event, dict) or event.get("ph") != "X":
             continue
-        start, lasted = _microseconds(event.get("ts")), _microseconds(event.get("dur", 0))
-        if start is None or lasted is None or lasted < 0:
-            found = f"ts {brief(event.get('ts'))} and dur {brief(event.get('dur'))}"
+        times = [event.get("ts"), event.get("dur", 0)]
+        if not all(isinstance(at, int | float) and abs(at) < LATEST for at in times) or times[1] < 0:
+            found = f"ts {brief(times[0])} and dur {brief(event.get('dur'))}"
             raise FileError(f"{where}: event {index} has {found}, expected microseconds as two finite numbers")
+        start, end = float(times[0]), float(times[0] + times[1])
         args = event.get("args")
         thread = (str(event.get("pid")), str(event.get("tid")))
         name, kind = str(event.get("name", "")), str(event.get("cat", ""))
-        events.append(Event(name, kind, thread, start, start + lasted, args if isinstance(args, dict) else {}))
+        events.append(Event(name, kind, thread, start, end, args if isinstance(args, dict) else {}))
     return sorted(events, key=lambda event: (event.start, -event.end))
-
-
-def _microseconds(value: object) -> float | None:
-    return float(value) if isinstance(value, int | float) and abs(value) < LATEST else None
 
 
 def _passes(events: Sequence[Event], where: str) -> list[Pass]:
@@ -240,12 +237,14 @@ def _device_clock(events: Sequence[Event]) -> Callable[[float], float] | None:
 
 def _origin(document: Any) -> dict[str, Scalar]:
     """What the file says about where it was recorded."""
-    found: dict[str, Scalar] = {"made_by": "torch.profiler"}
-    if not isinstance(document, dict):
-        return found
-    devices, ranks = document.get("deviceProperties"), document.get("distributedInfo")
-    if isinstance(devices, list) and devices and isinstance(devices[0], dict):
-        found["device"] = str(devices[0].get("name", ""))[:80]
-    if isinstance(ranks, dict):
-        found.update({key: ranks[key] for key in ("rank", "world_size") if isinstance(ranks.get(key), int)})
-    return found
+    own = document if isinstance(document, dict) else {}
+    devices, ranks = own.get("deviceProperties"), own.get("distributedInfo")
+    device = (
+        devices[0].get("name", "") if isinstance(devices, list) and devices and isinstance(devices[0], dict) else None
+    )
+    known = ranks if isinstance(ranks, dict) else {}
+    return {
+        "made_by": "torch.profiler",
+        **({"device": str(device)[:80]} if device is not None else {}),
+        **{key: known[key] for key in ("rank", "world_size") if isinstance(known.get(key), int)},
+    }

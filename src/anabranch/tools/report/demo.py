@@ -12,7 +12,6 @@ from anabranch.tools.report.tables import Cell, Table, number
 
 AVERAGED_STEPS = 10  # of a loss: batches differ more than trainings
 SAME_LOSS = 0.01  # relative difference up to which the headline prefers the fastest
-LIMIT = 0.5  # share of DDP's step from which the network is called the limit
 LOSS_PX = 430
 
 
@@ -71,11 +70,6 @@ def exposed_share(benchmark: Benchmark, row: BenchmarkRow) -> float:
     return max(0.0, 1 - benchmark.row(COMPUTE).step_s / row.step_s)
 
 
-def is_limited(benchmark: Benchmark) -> bool:
-    """Whether the network takes most of DDP's step."""
-    return exposed_share(benchmark, benchmark.row(BASELINE)) >= LIMIT
-
-
 def reached(found: DemoDocument) -> list[tuple[DemoTraining, float | None]]:
     """When each training reached the loss at which DDP ended, the earliest first; None for those that did not."""
     target = compared_loss(found, found.training(BASELINE))
@@ -88,7 +82,7 @@ def faster_rows(benchmark: Benchmark) -> list[BenchmarkRow]:
     return [row for row in benchmark.rows if row.name not in (COMPUTE, BASELINE) and benchmark.is_faster(row)]
 
 
-SENTENCES = (gain, best_gain, compared_steps, exposed_share, is_limited, reached, faster_rows)
+SENTENCES = (gain, best_gain, compared_steps, exposed_share, reached, faster_rows)
 
 
 def demo_table(found: DemoDocument) -> Table:
