@@ -1,6 +1,5 @@
 """anabranch memory: what the library predicts, and what fits."""
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest

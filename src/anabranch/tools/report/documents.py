@@ -168,9 +168,9 @@ class MemoryMode(_Read):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryDocument(_Read):
-    """``memory --json``. Batches are per rank; the last three fields are printed only where they were asked for."""
+    """``memory --json``. Batches are per rank; the last two fields are printed only where they were asked for."""
 
-    OPTIONAL: ClassVar = ("within_nbytes", "largest_batch", "samples_per_s")
+    OPTIONAL: ClassVar = ("within_nbytes", "largest_batch")
 
     command: Literal["memory"] = "memory"
     model: str
@@ -183,7 +183,6 @@ class MemoryDocument(_Read):
     modes: Mapping[str, MemoryMode]
     within_nbytes: Count | None = None
     largest_batch: Mapping[str, Count] | None = None
-    samples_per_s: Mapping[str, Number] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,11 +18,11 @@ Column = tuple[str, Callable[[str, MemoryMode], float | None], Callable[[Any], s
 
 
 def memory_tables(found: MemoryDocument) -> list[Table]:
-    """A row per mode: the bytes by kind at the peak; then what was measured, the largest batch and the throughput."""
+    """A row per mode: the bytes by kind at the peak; then the sum, and the largest batch."""
     title = f"{found.model}, batch {found.batch_size}, {found.optimizer}, {found.ranks} ranks"[:100]
     unit, unit_nbytes = unit_of(found)
     ddp_nbytes = found.modes[DDP].predicted_nbytes if DDP in found.modes and len(found.modes) > 1 else None
-    batches, speeds = found.largest_batch or {}, found.samples_per_s or {}
+    batches = found.largest_batch or {}
 
     def sizes(form: str) -> Callable[[float], str]:
         return lambda nbytes: f"{nbytes / unit_nbytes:{form}}"
@@ -37,7 +37,6 @@ def memory_tables(found: MemoryDocument) -> list[Table]:
         ("predicted\npeak", lambda _, mode: mode.predicted_nbytes, sizes(".2f")),
         ("more than\nDDP", above_ddp, sizes("+.2f")),
         ("largest batch\nper rank", lambda name, _: batches.get(name), "{:,}".format),
-        ("samples/s,\nall ranks", lambda name, _: speeds.get(name), "{:.1f}".format),
     ]
     kinds = dict.fromkeys(kind for mode in found.modes.values() for kind in mode.kinds)
     known = [column for column in more if any(column[1](*item) is not None for item in found.modes.items())]

@@ -121,14 +121,10 @@ def trace_report(trace: Trace) -> RenderableType:
     largest = sorted(trace.tensors, key=lambda tensor: -tensor.nbytes)[:LARGEST]
     scale = time_scale(tensor.ready_s for tensor in largest)
     rows = [
-        [
-            number(t.nbytes, size),
-            number(t.nbytes / max(trace.nbytes, 1), percent),
-            number(t.ready_s, scale),
-            Cell(t.name),
-        ]
+        [number(t.nbytes, size), number(t.nbytes / max(trace.nbytes, 1), percent), number(t.ready_s, scale),
+         Cell(t.name)]
         for t in largest
-    ]
+    ]  # fmt: skip
     table = Table("Largest", ["size", "share", f"ready, {scale.unit}", "name"], rows)
     return Group(facts("Trace", [*pairs, *meta_pairs(trace.meta)]), Text(), terminal(table))
 
@@ -159,16 +155,10 @@ def plan_report(plan: Plan) -> RenderableType:
     tensors = count(sum(len(bucket.names) for bucket in plan.buckets), "tensor")
     buckets = f"{len(plan):,}, on {count(plan.lanes, 'lane')}, of {tensors}"
     rows = [
-        [
-            number(at, str),
-            number(b.lane, str),
-            number(len(b.names)),
-            Cell(b.collective),
-            Cell(b.names[0]),
-            Cell(b.names[-1]),
-        ]
+        [number(at, str), number(b.lane, str), number(len(b.names)), Cell(b.collective), Cell(b.names[0]),
+         Cell(b.names[-1])]
         for at, b in enumerate(plan.buckets)
-    ]
+    ]  # fmt: skip
     table = Table("Launch order", ["#", "lane", "tensors", "by", "first", "last"], rows)
     return Group(facts("Plan", [("buckets", buckets), ("fingerprint", plan.fingerprint)]), Text(), terminal(table))
 
