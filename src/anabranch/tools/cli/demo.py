@@ -59,7 +59,7 @@ def demo(
         (folder / DOCUMENT).write_text(json.dumps(results), encoding="utf-8")
         (folder / SCALING).write_text(json.dumps(_scaling()), encoding="utf-8")
         page = _keep(folder, keep)
-    from anabranch.tools.report.demo import demo_report
+    from anabranch.tools.report.page import demo_report
     from anabranch.tools.report.runs import parse_file
 
     document: Any = parse_file((keep / DOCUMENT).read_bytes(), f"{keep / DOCUMENT}")
