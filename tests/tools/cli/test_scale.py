@@ -17,10 +17,10 @@ from anabranch.planning.simulator import finish_s
 from anabranch.tools.bench import zoo
 from anabranch.tools.cli import network_text
 from anabranch.tools.cli.main import main
-from anabranch.tools.cli.memory import Optimizer, estimator_of
+from anabranch.tools.cli.memory import estimator_of
 from anabranch.tools.predict.scaling.compression import priced
 from anabranch.tools.predict.scaling.result import Scaling
-from anabranch.tools.predict.scaling.sweep import Compute, sweep
+from anabranch.tools.predict.scaling.sweep import sweep
 from anabranch.tools.report.comparison import MEANING
 from anabranch.values.kinds import fidelity
 from anabranch.values.kinds.names import COMPRESSED
@@ -30,26 +30,14 @@ FEW = ["--world-sizes", "4,16,64", "--planners", "by_bytes,optimal"]
 QUICK = [*FEW, "--compress", "none"]
 
 
-@pytest.mark.parametrize(
-    ("options", "given"),
-    [
-        ([], {"straggler_factor": 2.0}),
-        (["--fixed-share", "0.25"], {"fixed_share": 0.25}),
-        (["--jitter", "0.1"], {"jitter": 0.1, "seed": 0}),
-        (["--stragglers", "1x1.5"], {"stragglers": 1, "straggler_factor": 1.5}),
-    ],
-)
-def test_points_are_what_the_library_says(
-    options: list[str], given: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_points_are_what_the_library_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     chosen: dict[str, Callable[[Trace, Network], Plan]] = {"by_bytes": planners.by_bytes, "optimal": planners.optimal}
     for basis in ("weak", "strong"):
-        argv = ["scale", "--trace", trace_file(tmp_path), "--network", RING, *QUICK, *options, "--scaling", basis]
+        argv = ["scale", "--trace", trace_file(tmp_path), "--network", RING, *QUICK, "--scaling", basis]
         document = json_of(capsys, *argv)
-        here: dict[str, Any] = {"network_name": RING, "scaling": basis, "compute": Compute(**given)}
+        here: dict[str, Any] = {"network_name": RING, "scaling": basis}
         expected = sweep(small_trace(), network_text.network(RING), [4, 16, 64], chosen, **here)
         assert document["points"] == [{**asdict(point), "error": 0.0} for point in expected]  # all of them are dense
-        assert {key: document[key] for key in given} == given
 
 
 def test_the_default_goes_from_4_to_2048(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -85,9 +73,8 @@ def test_a_stated_spread_is_a_band(tmp_path: Path, capsys: pytest.CaptureFixture
 
 
 def test_65536_ranks_on_paper(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    argv = ["--network", "nvlink+400ib", "--world-sizes", "8,65536", "--jitter", "0.05", "--compress", "none"]
+    argv = ["--network", "nvlink+400ib", "--world-sizes", "8,65536", "--compress", "none"]
     document = json_of(capsys, "scale", "--trace", trace_file(tmp_path), *argv)
-    assert any("from the trace as recorded" in words for words in document["assumptions"])
     steps = {(p["planner"], p["world_size"]): p["iteration_s"] for p in document["points"]}
     assert all(steps[name, 8] < steps[name, 65536] for name in ("per_tensor", "optimal", "lanes"))
 
@@ -132,7 +119,7 @@ def test_what_fits_decides_the_batch(
     assert said.format(**batches, oktopk=batches["oktopk:0.01"]) in told
     assert "whatever the strategy" in error_of(capsys, *argv[:-1], "1MiB")
     assert "--scaling strong" in error_of(capsys, *argv, "--scaling", "strong")
-    assert "expected one of them" in error_of(capsys, *argv, "--batch", "4")
+    assert "no --within beside it" in error_of(capsys, *argv, "--batch", "4")
 
 
 def test_what_fits_of_a_sharded_model_does_at_the_fewest_ranks(
@@ -146,7 +133,7 @@ def test_what_fits_of_a_sharded_model_does_at_the_fewest_ranks(
     argv = ["scale", "--trace", str(tmp_path / "fit.json"), "--network", "nvlink+25gbe", *FEW, "--within", "100MiB"]
     found = json_of(capsys, *argv, "--sharded", "fsdp2:reshard", "--sharded", "hsdp")
     batches = {strategy["name"]: strategy["batch"] for strategy in found["strategies"]}
-    estimator = estimator_of("resnet50", Optimizer.momentum)
+    estimator = estimator_of("resnet50", "momentum")
     for way in ("fsdp2:reshard", "hsdp"):
         expected = estimator.largest_batch(way, Setting(ranks=4, ranks_per_node=4), 100 << 20)
         assert batches[way] == expected > 0
@@ -172,16 +159,12 @@ def test_assumptions_are_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert not any("extrapolated" in said for said in here["assumptions"])
 
 
-def test_tables_show_every_planner_and_size(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_tables_show_the_best_at_every_size(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     names = "per_tensor,single,by_bytes,horovod,mgwfbp,optimal,asc,lanes"
     argv = ["scale", "--trace", trace_file(tmp_path), "--network", RING, "--planners", names, "--world-sizes", "4,2048"]
-    assert main(argv) == 0
-    out = capsys.readouterr().out
-    assert all(name in out for name in names.split(",")) and "2,048" in out
-    assert all(title in out for title in ("Iteration, ", "Speed-up", "Efficiency"))
     assert main([*argv, "--network", "100ib"]) == 0
-    out = capsys.readouterr().out
-    assert "Speed-up" not in out and "100ib: " in out and "100ib is nominal: 5 µs a hop" in out
+    out = " ".join(capsys.readouterr().out.split())
+    assert "2,048" in out and "100ib: " in out and "100ib is nominal: 5 µs a hop" in out
 
 
 def test_a_plot_is_written_and_not_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -190,7 +173,7 @@ def test_a_plot_is_written_and_not_overwritten(tmp_path: Path, capsys: pytest.Ca
     argv = ["scale", "--trace", trace, "--network", RING, *QUICK, "--plot", str(path)]
     assert json_of(capsys, *argv)["written"] == str(path)
     content = path.read_bytes()
-    assert b'id="scaling-0-0-iteration"' in content
+    assert b'id="scaling-0-0"' in content
     assert "--force" in error_of(capsys, *argv)
     assert path.read_bytes() == content
     assert main([*argv, "--force"]) == 0
@@ -205,18 +188,8 @@ WRONG_OPTIONS = [
     (["--world-sizes", "٤"], "rising whole numbers"),
     (["--planners", "optimal,magic"], "'magic'"),
     (["--scaling", "odd"], "odd"),
-    (["--jitter", "nan"], "expected 0 to 3"),
-    (["--jitter", "-0.1"], "expected 0 to 3"),
-    (["--jitter", "1e300"], "expected 0 to 3"),
-    (["--stragglers", "5"], "stragglers is 5"),
-    (["--stragglers", "1x0"], "--stragglers is '1x0': expected how many, such as 1, or with a factor"),
-    (["--stragglers", "1x1001"], "--stragglers is '1x1001'"),
-    (["--stragglers", "-1"], "--stragglers is '-1'"),
-    (["--stragglers", "1", "--world-sizes", "4,1000003"], "has 1000003: expected 131072 at most"),
-    (["--jitter", "0.1", "--world-sizes", "4,1000003"], "has 1000003: expected 131072 at most"),
     (["--batch", "9" * 30], "--batch"),
     (["--spread", "1"], "spread is 1"),
-    (["--fixed-share", "-1"], "fixed_share is -1"),
     (["--batch", "4"], "the trace's meta has batch None"),
     (["--network", "10gbe", "--spread", "0.1"], "10gbe brings its own"),
     (["--network", "10gbe:16"], "10gbe:ranks=16"),
@@ -286,7 +259,7 @@ def test_how_lossy_plans_are_is_said(tmp_path: Path, capsys: pytest.CaptureFixtu
     ways = ["auto", "int8", "oktopk:0.2:bf16", "auto@nodes"]
     document = sparse(tmp_path, capsys, *ways)
     found = {(p["planner"], p["world_size"]): p["error"] for p in document["points"]}
-    trace, errors = small_trace(), dict.fromkeys(ways, "")
+    trace = small_trace()
     for size in (4, 16, 64):
         here = priced(network_text.network(RING).at(size), COMPRESSED)
         made = least_lossy(trace, here, fidelity.ERRORS)
@@ -294,12 +267,12 @@ def test_how_lossy_plans_are_is_said(tmp_path: Path, capsys: pytest.CaptureFixtu
         assert (
             found["optimal", size] == 0 and 0 < found["oktopk:0.2:bf16", size] <= fidelity.error_of("oktopk:0.2") / 1e6
         )
-        errors = {way: f"{errors[way]}, {found[way, size]:.2g} at {size} ranks" for way in ways}
     assert len({found["auto", size] for size in (4, 16, 64)}) == 3
     asked = [word for way in ways for word in ("--compress", way)]
     assert main(["scale", "--trace", trace_file(tmp_path), "--network", RING, *FEW, *asked]) == 0
     out = " ".join(capsys.readouterr().out.split())
-    assert f"Error, {MEANING}: auto {errors['auto'][2:]}; int8 {found['int8', 4]:.2g}" in out
+    assert f"Error: {MEANING}." in out
+    assert all(any(f" {found[way, size]:.2g} " in out for way in ways) for size in (4, 16, 64))
 
 
 def test_between_nodes_it_is_a_price_and_said_to_be_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -351,4 +324,4 @@ def test_sharded_strategies_stand_beside_the_others(capsys: pytest.CaptureFixtur
     names = [strategy["name"] for strategy in json.loads(capsys.readouterr().out)["strategies"]]
     assert names[-1] == "fsdp2:planned"
     message = error_of(capsys, *argv, "--within", "1GiB")
-    assert "the memory of --sharded fsdp2:planned is not predicted" in message
+    assert "--sharded is 'fsdp2:planned': expected one of fsdp2, " in message

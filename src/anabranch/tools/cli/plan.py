@@ -93,7 +93,7 @@ def simulate(
         **_step(gradients, made, timeline, links),
         written=tuple(str(path) for path in (output, chrome) if path),
     )
-    print_document(document, as_json, lambda: _step_report(document, timeline))
+    print_document(document, as_json, lambda: _step_report(document))
 
 
 def _step(trace: Trace, made: Plan, timeline: Timeline, network: Network) -> dict[str, Any]:
@@ -105,13 +105,13 @@ def _step(trace: Trace, made: Plan, timeline: Timeline, network: Network) -> dic
         "fingerprint": made.fingerprint,
         "lanes": made.lanes,
         **timeline_figures(timeline),
-        "buckets": planned_buckets(trace, made, timeline, network.world_size),
+        "buckets": planned_buckets(dict(enumerate(made.buckets)), timeline, trace),
     }
 
 
 def _plan_report(planner: str, document: "PlanDocument") -> "Iterator[RenderableType]":
     from anabranch.tools.report.formatting import count, factor, plain, seconds
-    from anabranch.tools.report.tables import bucket_table, duration_pairs, facts
+    from anabranch.tools.report.tables import bucket_table, duration_pairs, facts, terminal
 
     buckets, lanes = count(len(document.buckets), "bucket"), count(document.lanes, "lane")
     ddp, alone = factor(document.speedup_over_ddp_default), factor(document.speedup_over_per_tensor)
@@ -122,16 +122,15 @@ def _plan_report(planner: str, document: "PlanDocument") -> "Iterator[Renderable
         ("fingerprint", document.fingerprint),
         *([("written to", plain(document.written))] if document.written else []),
     ]
-    yield bucket_table(document.buckets)
+    yield terminal(bucket_table("Buckets in launch order", document.buckets))
     yield facts(f"Plan by {planner}: {buckets} on {lanes}, {count(document.world_size, 'rank')}", pairs)
 
 
-def _step_report(document: "SimulateDocument", timeline: Timeline) -> "Iterator[RenderableType]":
+def _step_report(document: "SimulateDocument") -> "Iterator[RenderableType]":
     from anabranch.tools.report.formatting import count, plain
-    from anabranch.tools.report.tables import Gantt, bucket_table, duration_pairs, facts
+    from anabranch.tools.report.tables import bucket_table, duration_pairs, facts, terminal
 
     written = [("written to", plain(path)) for path in document.written]
     pairs = [*duration_pairs(document), ("fingerprint", document.fingerprint), *written]
-    yield bucket_table(document.buckets)
-    yield Gantt(timeline)
+    yield terminal(bucket_table("Buckets in launch order", document.buckets))
     yield facts(f"One step among {count(document.world_size, 'rank')}, predicted", pairs)

@@ -13,23 +13,35 @@ from functools import cache
 from statistics import median
 from typing import Any
 
-from jinja2 import Environment
+from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
+from rich.console import Group, RenderableType
+from rich.text import Text
 
-from anabranch.tools.report import benchmark, comparison, demo, memory, scaling, steps, training
-from anabranch.tools.report.documents import OURS
+from anabranch.tools.report import (
+    benchmark,
+    comparison,
+    demo,
+    figures,
+    formatting,
+    memory,
+    scaling,
+    steps,
+    tables,
+    training,
+)
+from anabranch.tools.report.documents import BASELINE, COMPUTE, LEAST_GAIN, OURS, DemoDocument
 from anabranch.tools.report.runs import Runs, file_table
-from anabranch.tools.report.templates import environment
 from anabranch.values.extras import require
-from anabranch.values.plan import Bucket
 from anabranch.values.version import __version__
 
 SCRIPTS = ("theme.js", "tables.js", "charts.js")
-CHARTS_AND_TABLES = (
+FILTERS = ("seconds", "percent", "signed_percent", "factor", "count", "shortened")  # of formatting
+CALLED = (
     benchmark.benchmark_chart, benchmark.benchmark_table, benchmark.remarks, comparison.comparison_tables,
-    demo.demo_table, demo.loss_chart, file_table, memory.memory_chart, memory.memory_tables, scaling.network_chart,
-    scaling.scaling_charts, steps.bucket_table, steps.plan_table, steps.step_chart, training.stage_table,
-    training.training_chart,
+    demo.demo_table, demo.loss_chart, enumerate, figures.planned_buckets, file_table, memory.memory_chart,
+    memory.memory_tables, scaling.network_chart, scaling.scaling_charts, steps.step_chart, tables.bucket_table,
+    training.stage_table, training.training_chart,
 )  # fmt: skip
 
 
@@ -54,9 +66,22 @@ def report_page(title: str, runs: Runs, predicted: Sequence[steps.Predicted] = (
 
 @cache
 def templates() -> Environment:
-    """The page's templates, with all that they call."""
-    pages = environment(*CHARTS_AND_TABLES, *demo.SENTENCES)
-    pages.filters |= {"median": median, "buckets_in_order": buckets_in_order}
+    """The templates in ``assets``, with all that they call.
+
+    Values are escaped for HTML, not in .txt, and so are their control characters. JSON can end no script element.
+    """
+    pages = Environment(
+        loader=PackageLoader("anabranch.tools.report", "assets"),
+        autoescape=lambda name: name is None or not name.endswith(".txt"),
+        finalize=lambda value: formatting.plain(value) if type(value) is str else value,  # markup is a subclass of str
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    pages.policies["json.dumps_kwargs"] = {"allow_nan": False, "separators": (",", ":")}
+    pages.filters |= {name: getattr(formatting, name) for name in FILTERS} | {"median": median}
+    pages.globals |= {function.__name__: function for function in (*CALLED, *demo.SENTENCES)}
+    pages.globals |= {"BASELINE": BASELINE, "COMPUTE": COMPUTE, "OURS": OURS, "LEAST_GAIN": LEAST_GAIN}
     pages.globals["max_networks"] = scaling.MAX_NETWORKS
     return pages
 
@@ -86,11 +111,6 @@ def _policy(*scripts: str) -> str:
     )
 
 
-def buckets_in_order(view: steps.StepView) -> tuple[Bucket, ...]:
-    """The buckets of a step, as a plan lists them."""
-    return tuple(view.buckets.values())
-
-
 def headline(runs: Runs) -> str:
     """The first of the run's measurements in a sentence: how much was gained, or that nothing was; else empty."""
     words: Any = templates().get_template("sentences.txt").module
@@ -99,3 +119,12 @@ def headline(runs: Runs) -> str:
     said = [words.headline(found) for _, found in runs.demos]
     said += [words.benchmark_gain(found) for found in benchmarks if OURS in {row.name for row in found.rows}]
     return next(iter([*said, *map(words.training_gain, gains)]), "")
+
+
+def demo_report(found: DemoDocument) -> RenderableType:
+    """A demo's summary for a terminal: the table, what was chosen, and what it means."""
+    chosen = [Text(formatting.plain(f"{one.name}: {one.chosen}")) for one in found.trainings if one.chosen]
+    lines = templates().get_template("demo.txt").render(found=found).split("\n")
+    words = [Text(formatting.plain(" ".join(line.split()))) for line in lines if line.strip()]
+    heading = Text("What was chosen:", style="bold")
+    return Group(tables.terminal(demo.demo_table(found)), Text(), heading, *chosen, Text(), *words)
