@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from anabranch.lean.activations.blocks import blocks_of
-from anabranch.lean.activations.cost_model import Action
 from anabranch.lean.activations.recompute import PatchedModel, recompute
+from anabranch.lean.activations.solver import Action
 from lean.activations.networks import (
     Attention,
     Net,

@@ -19,7 +19,7 @@ NOUNS: dict[str, tuple[Noun, list[str]]] = {
     "trace": (small_trace(), ["20 tensors", "forward", "20.00 ms", "60.0% of the tensors", "layer.2"]),
     "network": (measured(), ["ranks", "8", "2 at once 2×", "1.0 KiB", "spread, ms", "Gbit/s"]),
     "plan": (PLAN, [PLAN.fingerprint, "2 lanes", "layer.0", "dense"]),
-    "timeline": (simulate(small_trace(), PLAN, NETWORK), ["exposed", "iteration", "compute", "lane 1", "fff", "bbb"]),
+    "timeline": (simulate(small_trace(), PLAN, NETWORK), ["exposed", "iteration", "lane 1", "bucket 1"]),
 }
 
 

@@ -141,8 +141,8 @@ def _keep(folder: Path, kept: Path) -> str:
 
 
 def _print(path: Path, as_json: bool) -> None:
-    from anabranch.tools.report.demo import demo_report
     from anabranch.tools.report.documents import DemoDocument, printed
+    from anabranch.tools.report.page import demo_report
     from anabranch.tools.report.runs import parse_file
 
     document = parse_file(path.read_bytes(), f"{path}")
