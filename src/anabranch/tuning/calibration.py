@@ -72,8 +72,7 @@ def slowest_rank(seconds: Sequence[float], control: Group) -> list[float]:
     """The maximum of each over all ranks. Collective."""
     slowest = torch.tensor(seconds, dtype=torch.float64)
     dist.all_reduce(slowest, op=dist.ReduceOp.MAX, group=control)
-    found: list[float] = slowest.tolist()
-    return found
+    return [float(second) for second in slowest]
 
 
 def bucket_seconds(steps: Sequence[Timeline]) -> list[float]:
@@ -133,8 +132,7 @@ def with_costs_bounded_by_end(network: Network, trace: Trace, plan: Plan, ended_
     delays = {kind: delay_s for kind, delay_s in network.delays.items() if kind not in corrected}
 
     def at(factor: float) -> Network:
-        curves = {kind: _scaled(network.curve(kind), factor, 0.0) for kind in {*used, *corrected}}
-        return replace(network, curves={**network.curves, **curves}, model=None)
+        return _with_scaled(network, {*used, *corrected}, factor, 0.0)
 
     def ends_s(factor: float) -> float:
         return finish_s(trace, plan, replace(at(factor), delays=delays))
@@ -184,11 +182,7 @@ def with_calibrated_waiting(network: Network, trace: Trace, plan: Plan, ended_s:
     kinds = _corrected_kinds(network, plan)
 
     def at(extra_s: float) -> Network:
-        return replace(
-            network,
-            curves={**network.curves, **{kind: _scaled(network.curve(kind), 1.0, extra_s) for kind in kinds}},
-            model=None,
-        )
+        return _with_scaled(network, kinds, 1.0, extra_s)
 
     notes = {name: note for name, note in network.meta.items() if name != WAITING_NOTE}
     missing_s = ended_s - finish_s(trace, plan, network)
@@ -253,6 +247,11 @@ def _fit(expected: np.ndarray, took: np.ndarray, start_s: float) -> tuple[float,
     return factor, extra_s
 
 
+def _with_scaled(network: Network, kinds: set[str], factor: float, extra_s: float) -> Network:
+    curves = {kind: _scaled(network.curve(kind), factor, extra_s) for kind in kinds}
+    return replace(network, curves={**network.curves, **curves}, model=None)
+
+
 def _scaled(curve: Curve, factor: float, extra_s: float) -> Curve:
     points = tuple(replace(point, seconds=factor * point.seconds + extra_s) for point in curve.points)
     return Curve(points, curve.tail_s_per_byte * factor)
@@ -261,9 +260,9 @@ def _scaled(curve: Curve, factor: float, extra_s: float) -> Curve:
 class CalibratedNetwork:
     """The network that plans are made with, and what it predicts.
 
-    ``given`` is believed: it is neither measured nor calibrated. ``lanes`` have the group for small messages, which is
-    created by its first use: without ``init_sync`` ranks wrap at their own time.
-    ``known`` is None before the network is measured or agreed on.
+    given   by the user: it is believed, neither measured nor calibrated
+    lanes   have the group for small messages, which is created by its first use
+    known   None before the network is measured or agreed on
     """
 
     def __init__(self, given: Network | None, lanes: Lanes) -> None:
@@ -271,7 +270,8 @@ class CalibratedNetwork:
         self._given = given
         self._lanes = lanes
         self._error: float | None = None  # predicted by measured step of the layout that was kept last
-        self._last: tuple[Trace, Plan | None, Network, float | None] | None = None  # prediction and its inputs
+        self._predicted_for: tuple[Trace | None, Plan | None, Network | None] = (None, None, None)
+        self._predicted_s: float | None = None
 
     def agree_on_given(self) -> bool:
         """Use the network that the user gave, the same on every rank; False if there is none. Collective."""
@@ -279,14 +279,7 @@ class CalibratedNetwork:
             self.known = agree_on(Network, self._given, self._lanes.control)
         return self._given is not None
 
-    def measure(
-        self,
-        groups: Sequence[Group],
-        device: torch.device,
-        probes: Mapping[str, Collective],
-        nbytes: int,
-        left_s: float,
-    ) -> Network:
+    def measure(self, device: torch.device, probes: Mapping[str, Collective], nbytes: int, left_s: float) -> Network:
         """Measure the kinds of messages of ``probes`` up to ``nbytes``, and how much lanes slow each other. Collective.
 
         Takes about a third of ``left_s``, by rank 0's number, within limits.
@@ -294,7 +287,7 @@ class CalibratedNetwork:
         largest = min(max(nbytes, SMALLEST_LARGEST_NBYTES), LARGEST_NBYTES)
         shortest_s, longest_s = MEASUREMENT_S
         budget_s = min(longest_s, max(shortest_s, left_s / 3))
-        self.known = measure(groups, device, largest, budget_s, probes, growth=4)
+        self.known = measure(self._lanes.groups, device, largest, budget_s, probes, growth=4)
         return self.known
 
     def calibrate(self, trace: Trace, trials: Sequence[Trial], several_lanes: bool) -> bool:
@@ -318,12 +311,10 @@ class CalibratedNetwork:
 
     def predicted_s(self, trace: Trace | None, plan: Plan | None) -> float | None:
         """The simulator's prediction for this layout, computed once per layout; None if it cannot be predicted."""
-        if trace is None or self.known is None:
-            return None
-        last = self._last
-        if last is None or last[0] is not trace or last[1] is not plan or last[2] is not self.known:
-            self._last = last = (trace, plan, self.known, prediction_s(trace, plan, self.known))
-        return last[3]
+        inputs = trace, plan, self.known
+        if any(one is not other for one, other in zip(inputs, self._predicted_for, strict=True)):
+            self._predicted_for, self._predicted_s = inputs, prediction_s(*inputs)
+        return self._predicted_s
 
     def note_error(self, trace: Trace | None, kept: Trial) -> None:
         """Remember how well the layout that is kept was predicted."""

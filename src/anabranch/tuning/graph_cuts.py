@@ -9,7 +9,7 @@ that is plausible: graphs that stay cut finely shall not be slower than under co
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from anabranch import planning as planners
@@ -191,42 +191,37 @@ class Version:
     expected_s: float
 
 
+@dataclass
 class CutSearch:
     """The versions of one model's graphs that are worth compiling, given the best layout on finely cut graphs.
 
     It compiles and times nothing: for each of the ``offers()`` the tuner tries the version that rank 0 chose, if it
     chose one, and says how it went with ``note()``.
 
+    best     the fastest trial, which is in force
     trials   of this search and before it
-    best     the fastest of them, which is in force
     lines    what cuts cost, for explain()
     """
 
-    def __init__(
-        self,
-        graphs: Graphs,
-        policy: TuningPolicy,
-        best: Trial,
-        trials: Sequence[Trial],
-        trace: Trace,
-        network: Network | None,
-    ) -> None:
-        self.trials = list(trials)
-        self.best = best
-        self.lines: list[str] = []
-        self._graphs = graphs
-        self._policy = policy
-        self._planned = best  # on graphs that are cut finely, as is the next one
-        self._own = next((trial for trial in trials if trial.plan is None and best.plan is not None), None)
-        self._trace = trace
-        self._network = network
+    graphs: Graphs
+    policy: TuningPolicy
+    best: Trial
+    trials: Sequence[Trial]
+    trace: Trace
+    network: Network | None
+    lines: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._planned = self.best  # on graphs that are cut finely, as is the next one
+        own = next((trial for trial in self.trials if trial.plan is None), None)
+        self._own = own if self.best.plan is not None else None
         self._tried: list[tuple[Plan | None, int]] = []  # plans with their numbers of cuts
-        self._cut_s = policy.cut_share * best.step_s
+        self._cut_s = self.policy.cut_share * self.best.step_s
         self._measured_cut_s = 0.0  # in the last trial; 0 if it is not known
 
     def offers(self) -> Iterator[tuple[Sequence[Version], int]]:
         """Versions, and the number of the one to compile next, from 1 on; 0 if none is expected to gain enough."""
-        allowed = self._policy.recompilations
+        allowed = self.policy.recompilations
         for done in range(allowed):
             versions = self._versions(self._cut_s)
             yield versions, self._choice(versions, versions)
@@ -239,11 +234,11 @@ class CutSearch:
 
     def min_gain(self, version: Version) -> float:
         """What a version must gain to stay: the same plan with fewer cuts stays unless it is clearly slower."""
-        return self._policy.min_gain - FEWER_CUTS * (version.plan == self.best.plan)
+        return self.policy.min_gain - FEWER_CUTS * (version.plan == self.best.plan)
 
     def note(self, version: Version, before: Parts | None, again: Trial, tried: Trial, faster: bool) -> None:
         """A version was ``tried`` in turns with the best, which ran ``again`` on graphs cut for ``before``."""
-        many, few = self._graphs.cuts_for(before), self._graphs.cuts_for(version.parts)
+        many, few = self.graphs.cuts_for(before), self.graphs.cuts_for(version.parts)
         ratio = again.step_s / tried.step_s
         tried = replace(tried, result=f"{ratio:.2f}× as fast as {self.best.label} with {many} cuts", doubtful=False)
         longer = self.best.with_more(again)
@@ -258,7 +253,7 @@ class CutSearch:
 
     def end(self) -> None:
         """Keep graphs as they are, for good, and say what was left out."""
-        graphs, policy = self._graphs, self._policy
+        graphs, policy = self.graphs, self.policy
         versions = self._versions(self._cut_s)
         if not self._tried and graphs.would_change(versions[0].parts):
             few, many = graphs.cuts_for(versions[0].parts), graphs.cuts_for(None)
@@ -272,7 +267,7 @@ class CutSearch:
                 f"{untried.expected_s * 1e3:.2f} ms, if a cut costs {self._cut_s * 1e3:.3f} ms; "
                 f"TuningPolicy(recompilations={policy.recompilations + 1}) would try it."
             )
-        keep_cuts(graphs, self._planned.plan, self._trace, self._network, policy)
+        keep_cuts(graphs, self._planned.plan, self.trace, self.network, policy)
 
     def _choice(self, versions: Sequence[Version], allowed: Sequence[Version]) -> int:
         worth = self._worth_compiling(allowed)
@@ -280,7 +275,7 @@ class CutSearch:
 
     def _versions(self, price_s: float) -> list[Version]:
         """The best plan with the cuts that it needs, and DDP's own buckets with DDP's, if a cut costs ``price_s``."""
-        graphs, trace, network = self._graphs, self._trace, self._network
+        graphs, trace, network = self.graphs, self.trace, self.network
 
         def version(label: str, finely: Trial, parts: Parts) -> Version:
             saved_s = price_s * (graphs.cuts_for(None) - graphs.cuts_for(parts))  # of computing
@@ -300,7 +295,7 @@ class CutSearch:
 
     def _worth_compiling(self, versions: Sequence[Version]) -> Version | None:
         """The fastest version that was not tried, if it is expected to gain enough over the best."""
-        best, graphs = self.best, self._graphs
+        best, graphs = self.best, self.graphs
         new = [
             version
             for version in versions
@@ -308,7 +303,7 @@ class CutSearch:
             and (version.plan, graphs.cuts_for(version.parts)) not in self._tried
         ]
         fastest = min(new, key=lambda version: version.expected_s, default=None)
-        if fastest is None or 1 - fastest.expected_s / best.step_s <= self._policy.min_gain:
+        if fastest is None or 1 - fastest.expected_s / best.step_s <= self.policy.min_gain:
             return None
         return fastest
 

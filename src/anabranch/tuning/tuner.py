@@ -21,7 +21,7 @@ from anabranch.exchange.contracts import Group
 from anabranch.observe.environment import network_note
 from anabranch.observe.step_timer import StepContext
 from anabranch.tuning.candidates import may_run
-from anabranch.tuning.decisions import RECENT_WINDOWS, USUAL_WINDOWS, Candidate, drift, drifted
+from anabranch.tuning.decisions import Candidate, drift
 from anabranch.tuning.explain import Findings
 from anabranch.tuning.graph_cuts import Graphs, NotCompiled, parts_of
 from anabranch.tuning.options import TuningOptions
@@ -41,6 +41,7 @@ GIVEN = "the plan it was given"
 HELD = "hold"
 OVER = object()
 NEVER = sys.maxsize
+USUAL_WINDOWS, RECENT_WINDOWS = 5, 2  # a drift is a difference between the first windows and the last ones
 CONFIRM_AFTER_CHECKS = 3  # checks of the step time before a plan whose win is doubtful must win again
 NOT_FASTER = "no plan was clearly faster"
 
@@ -298,7 +299,7 @@ class Tuner:
         log.info("anabranch: %s%s: %.2f ms a step, not %.2f: searching", label, origin, is_ms, was_ms)
         self._graphs.cut_for(None)
         self.runner.use_plan(None)
-        yield from search.settle()
+        yield from steps(self._policy.settle_steps)
         return False
 
     def _change_to(self, plan: Plan | None) -> None:
@@ -348,7 +349,7 @@ class Tuner:
             windows.append(self._last_window())
             del windows[USUAL_WINDOWS:-RECENT_WINDOWS]
             checks += 1
-            moved = drifted(windows, self._policy)
+            moved = drift(windows[:-RECENT_WINDOWS], windows[-RECENT_WINDOWS:], self._policy)
             affordable = checks >= self._patience and self.search.budget.left_s >= self._search_cost_s
             why = self._why_search(moved if affordable else None)
             found = number_of_rank_0(bool(why), self.control)
