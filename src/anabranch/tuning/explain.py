@@ -120,7 +120,8 @@ def _lanes(network: Network) -> str:
     slowdown = network.contention.slowdown(2)
     if slowdown >= 2 * 0.98:
         return "two messages at once take no less time than one after the other"
-    return f"two messages at once take {slowdown:.2f} times as long as one, so a second lane gains up to {2 / slowdown:.2f}×"
+    gain = f"a second lane gains up to {2 / slowdown:.2f}×"
+    return f"two messages at once take {slowdown:.2f} times as long as one, so {gain}"
 
 
 def _trials(found: Findings) -> list[str]:

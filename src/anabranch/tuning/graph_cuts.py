@@ -1,11 +1,10 @@
 """Graph cuts: which gradients leave a compiled model together. A cut costs computing; a missing one delays a bucket.
 
-While plans are tried, graphs are cut finely. Then two versions with fewer cuts are priced, before anything is compiled:
-the best plan with the cuts that it needs, and DDP's own buckets with the cuts that torch makes for DDP. The faster of
-them is compiled if it is expected to gain, and runs in turns with what was best: the version stays that was measured to
-be faster. That is the one compilation after planning. A policy may allow more: then versions are priced once more, by
-what a cut was measured to cost. If no version was worth it, DDP's is compiled where it would win at the highest price
-that is plausible: graphs that stay cut finely shall not be slower than under compiled DDP.
+While plans are tried, graphs are cut finely. Then two versions with fewer cuts are priced: the best plan with the cuts
+that it needs, and DDP's own buckets with the cuts that torch makes for DDP. The faster one is compiled if it may gain,
+and stays if it wins in turns with what was best. A policy may allow more compilations: then versions are priced once
+more, by what a cut was measured to cost. If no version was worth it, DDP's is compiled where it would win at the
+highest plausible price: graphs that stay cut finely shall not be slower than under compiled DDP.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -87,9 +86,9 @@ def parts_of_ddp(trace: Trace) -> Parts:
     return parts_of(_buckets(trace, None))
 
 
-def one_each(parts: Parts) -> int:
+def one_each(parts: Parts | None) -> int:
     """The number of cuts where a graph can be cut between any two parts."""
-    return len(parts) - 1
+    return len(parts or ()) - 1
 
 
 def needed_parts(
@@ -97,14 +96,16 @@ def needed_parts(
     plan: Plan | None,
     network: Network | None,
     cut_s: float,
-    cuts_for: Callable[[Parts], int] = one_each,
+    cuts_for: Callable[[Parts | None], int] = lambda _: 0,
 ) -> Parts:
     """The parts for this plan, or for DDP's own buckets: a cut that saves less of a step than it costs is left out.
 
-    A cut adds ``cut_s`` to computing, of which a step that ends with its messages may save a part only. ``cuts_for``:
-    how many cuts graphs have for these parts. Where no network is known nothing can be predicted, and each bucket is a
-    part.
+    A cut adds ``cut_s`` to computing. Where no network is known nothing can be predicted, and each bucket is a part.
+    ``cuts_for``: how many cuts graphs have for these parts. If they have none for None, these are the parts of later
+    graphs, which can be cut between any two.
     """
+    if not cuts_for(None):
+        cuts_for = one_each
     parts: Parts = parts_of(_buckets(trace, plan))
     if network is None:
         return parts
@@ -153,7 +154,7 @@ def _merged(parts: Parts, index: int) -> Parts:
     return [*parts[:index], [*parts[index], *parts[index + 1]], *parts[index + 2 :]]
 
 
-def _without_cut(parts: Parts, cuts_for: Callable[[Parts], int]) -> Parts:
+def _without_cut(parts: Parts, cuts_for: Callable[[Parts | None], int]) -> Parts:
     """The parts, those as one between which graphs cannot be cut: their gradients leave together anyway."""
     cuts, index = cuts_for(parts), 0
     while index < len(parts) - 1:
@@ -287,7 +288,7 @@ class CutSearch:
 
         other = ", other cuts" if self._tried else ""
         planned, own = self._planned, self._own
-        parts = _worth_their_cuts(graphs, planned.plan, trace, network, price_s)
+        parts = needed_parts(trace, planned.plan, network, price_s, graphs.cuts_for)
         versions = [version(f"{planned.label}, graphs cut for it{other}", planned, parts)]
         if own is not None:
             versions.append(version(f"{own.label}, DDP's cuts", own, parts_of_ddp(trace)))
@@ -311,14 +312,7 @@ class CutSearch:
 def keep_cuts(graphs: Graphs, plan: Plan | None, trace: Trace, network: Network | None, policy: TuningPolicy) -> None:
     """Keep graphs as they are, for good; those that torch makes later are cut for the plan, if these are, too."""
     step_s = 0.0 if network is None else predicted_s(trace, plan, network)
-    parts = _worth_their_cuts(graphs, plan, trace, network, policy.cut_share * step_s)
+    parts = needed_parts(trace, plan, network, policy.cut_share * step_s, graphs.cuts_for)
     if graphs.parts is None and not graphs.would_change(parts):
         graphs.cut_for(parts)
     graphs.settle()
-
-
-def _worth_their_cuts(
-    graphs: Graphs, plan: Plan | None, trace: Trace, network: Network | None, price_s: float
-) -> Parts:
-    """The parts that are worth their cuts in these graphs; those of later ones, where these cannot be cut."""
-    return needed_parts(trace, plan, network, price_s, graphs.cuts_for if graphs.cuts_for(None) else one_each)
