@@ -40,8 +40,7 @@ def test_a_demo_in_four_sections(page: str) -> None:
     places = [page.index(f">{title}</h2>") for title in titles]
     assert places == sorted(places)
     keys = [figure["key"] for figure in figures(page)]
-    assert keys == ["demo-limit-chart", "demo-loss-chart", "demo-fast-chart",
-                    "scaling-0-0-iteration", "scaling-0-0-efficiency"]  # fmt: skip
+    assert keys == ["demo-limit-chart", "demo-loss-chart", "demo-fast-chart", "scaling-0-0"]
 
 
 def test_the_page_opens_with_the_headline_and_its_conditions(page: str) -> None:

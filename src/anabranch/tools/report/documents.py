@@ -46,24 +46,24 @@ class _Read:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedBucket(_Read):
-    """One bucket of a predicted step; times count from the start of backward.
+    """One bucket of a step; times count from the start of backward, and one rank sends ``sent_nbytes`` for it.
 
-    ``sent_nbytes``: what one rank sends for it, None where that is not known.
+    None where a number is not known, as of measured steps; those that are predicted lack ``sent_nbytes`` at most.
     """
 
     index: Count
     lane: Annotated[int, Field(ge=0, lt=MAX_LANES)]
     collective: Name
     tensors: Count
-    nbytes: Count
-    ready_s: Instant
-    start_s: Instant
-    end_s: Instant
+    nbytes: Count | None
+    ready_s: Instant | None
+    start_s: Instant | None
+    end_s: Instant | None
     names: Annotated[tuple[Name, ...], Field(min_length=1)]
     sent_nbytes: Count | None = None
 
     def __post_init__(self) -> None:
-        if self.end_s < self.start_s:
+        if self.start_s is not None and self.end_s is not None and self.end_s < self.start_s:
             raise ValueError(f"bucket {self.index} ends at {self.end_s} s, before it starts at {self.start_s} s")
 
 
