@@ -285,8 +285,7 @@ class LeanDataParallel(Tuned, nn.Module):
             if not in_backward():
                 self._pass.averaging = self.require_backward_grad_sync
                 self._follow_scale()  # all gradients that accumulate until the next step have one scale
-            self._note_input(*inputs)
-            tuner.before_forward(averaged=self.require_backward_grad_sync)
+            tuner.before_forward(self.require_backward_grad_sync, *inputs)
         if will_average and tuner.steps_done >= PROFILED_STEPS:  # the same forward on all ranks: steps count alike
             self._choose()
         if self._broadcast_buffers and (will_average or self._buffers_changed):
@@ -384,7 +383,6 @@ class LeanDataParallel(Tuned, nn.Module):
         own = (
             "_pass",
             "_tuner",
-            "_cache",
             "_collectives",
             "_layout",
             "_graph_cutter",

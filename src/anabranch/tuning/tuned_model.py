@@ -41,7 +41,6 @@ class Tuned:
     _no_plan_reason = ""  # why there is nothing to plan
     _collectives: Collectives | None = None  # also with one rank, which may continue from a checkpoint of several
     _scaler: Scaler | None = None
-    _cache: TrainingCache | None = None  # None if it is off, or there is nothing to plan
     process_group: dist.ProcessGroup
     _release: "weakref.finalize[..., Any]"
 
@@ -65,10 +64,11 @@ class Tuned:
         options = replace(options, kinds=collectives.kinds, excluded=collectives.excluded, mixes=collectives.mixes)
         group = self.process_group
         options.check_fits(parameters, group.size(), collectives)
+        cache = None
         if options.uses_cache:
-            self._cache = TrainingCache(options, settings, module, parameters, collectives, group)
+            cache = TrainingCache(options, settings, module, parameters, collectives, group)
         name, layout = type(module).__name__, make_layout()
-        self._tuner = Tuner(layout, group, collectives, options, policy, name, self._cache, agree_later, graphs)
+        self._tuner = Tuner(layout, group, collectives, options, policy, name, cache, agree_later, graphs)
         self._release = weakref.finalize(self, _release, self._tuner, os.getpid())
         return self._tuner
 
@@ -196,15 +196,10 @@ class Tuned:
         if self._tuner is not None:
             self._tuner.hold()
 
-    def _note_input(self, *inputs: object) -> None:
-        """Call this with the inputs of each differentiated forward."""
-        if self._cache is not None:
-            self._cache.note_input(*inputs)
-
     def _mark_closed(self) -> None:
         if self._collectives is not None:
             self._collectives.close()
-        self._tuner = self._cache = self._collectives = None
+        self._tuner = self._collectives = None
         self._no_plan_reason = CLOSED
 
 

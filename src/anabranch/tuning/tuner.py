@@ -92,8 +92,10 @@ class Tuner:
 
     # Called by DataParallel.
 
-    def before_forward(self, averaged: bool) -> None:
+    def before_forward(self, averaged: bool, *inputs: object) -> None:
         """Call this before a forward that will be differentiated; ``averaged``: its gradients will be averaged."""
+        if self._cache is not None and inputs:
+            self._cache.note_input(*inputs)
         began_s = perf_counter()
         changes = self.runner.changes_next
         if self._first_step_at_s is None:
