@@ -275,7 +275,7 @@ class Tuner:
         search = self.search
         cached = self._cache.read(self.control, self.runner.lanes.max_lanes) if self._cache is not None else None
         if cached is None:
-            self._change_to(None)  # the newest choice was for another batch
+            self.runner.use_plan(None)  # the newest choice was for another batch
             self._graphs.cut_for(None)
             return False
         self._graphs.cut_for(cached.parts)
@@ -284,11 +284,11 @@ class Tuner:
         label, origin = cached.label, f", as cached on {cached.date}"
         search.stage = f"checking {label}{origin}"
         if not may_run(cached.plan, self.steps_done, self.collectives):
-            self._change_to(None)
+            self.runner.use_plan(None)
             yield from steps(self._policy.warmup_steps - 1)
             yield from search.begin_with(search.default_label, None)
             yield from search.warm_up()
-        self._change_to(cached.plan)
+        self.runner.use_plan(cached.plan)
         yield from steps(self._policy.warmup_steps)
         now = yield from search.begin_with(label, cached.plan, search.options.profile_steps)
         search.budget.step_s = cached.default_step_s
@@ -303,11 +303,6 @@ class Tuner:
         self.runner.use_plan(None)
         yield from steps(self._policy.settle_steps)
         return False
-
-    def _change_to(self, plan: Plan | None) -> None:
-        """Run this plan, or the layout's own buckets, unless the next step does so anyway."""
-        if self.runner.plan != plan:
-            self.runner.use_plan(plan)
 
     def _first_search(self) -> Schedule[None]:
         search = self.search
