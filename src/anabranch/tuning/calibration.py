@@ -7,7 +7,7 @@ step show by how much, and its end shows what they do not: ranks that wait for e
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from statistics import median
 
 import numpy as np
@@ -257,6 +257,7 @@ def _scaled(curve: Curve, factor: float, extra_s: float) -> Curve:
     return Curve(points, curve.tail_s_per_byte * factor)
 
 
+@dataclass(eq=False)
 class CalibratedNetwork:
     """The network that plans are made with, and what it predicts.
 
@@ -265,19 +266,18 @@ class CalibratedNetwork:
     known   None before the network is measured or agreed on
     """
 
-    def __init__(self, given: Network | None, lanes: Lanes) -> None:
-        self.known: Network | None = None
-        self._given = given
-        self._lanes = lanes
-        self._error: float | None = None  # predicted by measured step of the layout that was kept last
-        self._predicted_for: tuple[Trace | None, Plan | None, Network | None] = (None, None, None)
-        self._predicted_s: float | None = None
+    given: Network | None
+    lanes: Lanes
+    known: Network | None = None
+    _error: float | None = None  # predicted by measured step of the layout that was kept last
+    _predicted_for: tuple[Trace | None, Plan | None, Network | None] = (None, None, None)
+    _predicted_s: float | None = None
 
     def agree_on_given(self) -> bool:
         """Use the network that the user gave, the same on every rank; False if there is none. Collective."""
-        if self._given is not None:
-            self.known = agree_on(Network, self._given, self._lanes.control)
-        return self._given is not None
+        if self.given is not None:
+            self.known = agree_on(Network, self.given, self.lanes.control)
+        return self.given is not None
 
     def measure(self, device: torch.device, probes: Mapping[str, Collective], nbytes: int, left_s: float) -> Network:
         """Measure the kinds of messages of ``probes`` up to ``nbytes``, and how much lanes slow each other. Collective.
@@ -287,16 +287,16 @@ class CalibratedNetwork:
         largest = min(max(nbytes, SMALLEST_LARGEST_NBYTES), LARGEST_NBYTES)
         shortest_s, longest_s = MEASUREMENT_S
         budget_s = min(longest_s, max(shortest_s, left_s / 3))
-        self.known = measure(self._lanes.groups, device, largest, budget_s, probes, growth=4)
+        self.known = measure(self.lanes.groups, device, largest, budget_s, probes, growth=4)
         return self.known
 
     def calibrate(self, trace: Trace, trials: Sequence[Trial], several_lanes: bool) -> bool:
         """Calibrate a measured network by trials on one lane or on several; whether it changed. Collective."""
         before = self.known
-        if self._given is None and self.known is not None:
+        if self.given is None and self.known is not None:
             for trial in trials:
                 if trial.plan is not None and (trial.plan.lanes > 1) == several_lanes:
-                    self.known = calibrate(self.known, trace, trial, self._lanes.control)
+                    self.known = calibrate(self.known, trace, trial, self.lanes.control)
         return self.known != before
 
     def trace_under(self, trace: Trace, best: Trial, first: Trial) -> Trace:
@@ -304,9 +304,9 @@ class CalibratedNetwork:
 
         ``first``: the layout with which the search began, under which the trace was recorded.
         """
-        if self._given is not None or best.plan is None:
+        if self.given is not None or best.plan is None:
             return trace
-        computing_s, before_s = slowest_rank([best.computing_s, first.computing_s], self._lanes.control)
+        computing_s, before_s = slowest_rank([best.computing_s, first.computing_s], self.lanes.control)
         return computed_faster(trace, best.plan, computing_s, before_s)
 
     def predicted_s(self, trace: Trace | None, plan: Plan | None) -> float | None:
@@ -324,7 +324,7 @@ class CalibratedNetwork:
     def outdated(self, trace: Trace, running: Trial, max_drift: float) -> bool:
         """Whether the layout that runs is predicted worse than when it was kept; a given network is believed."""
         predicted_s = self.predicted_s(trace, running.plan)
-        if self._given is not None:
+        if self.given is not None:
             return False
         if predicted_s is None or self._error is None:
             return True

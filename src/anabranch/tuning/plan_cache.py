@@ -140,14 +140,14 @@ class Entry:
         return cls.of_fields(opened(files.parse_json(text, where), where, (FORMAT,))[1], where)
 
     @classmethod
-    def of_fields(cls, found: Mapping[str, Any], where: str) -> "Entry":
+    def of_fields(cls, content: Mapping[str, Any], where: str) -> "Entry":
         """The entry in the fields of a parsed file; FileError if they hold anything else."""
-        content, choice = dict(found), found.get("choice")
+        choice = content.get("choice")
         if isinstance(choice, dict):
             nouns = {name: choice[name] for name in NOUNS if choice.get(name) is not None}
             bare = {name: opened(noun, f"{where}: {name}", (name,))[1] for name, noun in nouns.items()}
-            content["choice"] = {**choice, **bare}
-        entry: Entry = files.validated(cls, content, where)
+            content = {**content, "choice": {**choice, **bare}}
+        entry: Entry = files.validated(cls, dict(content), where)
         return entry
 
     @classmethod

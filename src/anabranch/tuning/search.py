@@ -6,7 +6,7 @@ It does what ``decisions`` says; the tuner says when to search, and what becomes
 
 import logging
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from math import inf
 from typing import TypeVar
@@ -55,43 +55,37 @@ NOT_RECORDED = "no step could be recorded (is the whole model called again in ba
 HELD_EARLY = "Compiled: searching was ended before graphs were compiled for the plan, so they stay cut finely."
 
 
+@dataclass(eq=False)
 class Search:
     """Searches for the fastest layout of one model.
 
-    stage        what is done now, for explain()
-    held         whether this rank was told to search no more
-    trace        the last recorded one; None before a step was profiled
-    trials       of the last search; the first is the layout that was in force when it began
-    failure      why planning failed, if it did
-    cut_lines    what cuts cost, for explain()
+    stage       what is done now, for explain()
+    held        whether this rank was told to search no more
+    trace       the last recorded one; None before a step was profiled
+    trials      of the last search; the first is the layout that was in force when it began
+    failure     why planning failed, if it did
+    cut_lines   what cuts cost, for explain()
     """
 
-    def __init__(
-        self,
-        runner: PlanRunner,
-        collectives: Collectives,
-        options: TuningOptions,
-        policy: TuningPolicy,
-        graphs: Graphs,
-        model_name: str,
-    ) -> None:
-        self.runner = runner
-        self.policy = policy
-        self.budget = SearchBudget(policy)
-        self.network = CalibratedNetwork(options.network, runner.lanes)
-        self.stage = "settling"
-        self.held = False
-        self.trace: Trace | None = None
-        self.trials: Sequence[Trial] = ()
-        self.failure = ""
-        self.cut_lines: Sequence[str] = ()
-        self.options = options
-        self._collectives = collectives
-        self._graphs = graphs
-        self._model_name = model_name
-        self._best: Trial | None = None  # the layout in force while others are tried
-        self._beaten: Trial | None = None  # the one before it
-        self._began_at = 0  # step
+    runner: PlanRunner
+    collectives: Collectives
+    options: TuningOptions
+    policy: TuningPolicy
+    graphs: Graphs
+    model_name: str
+    stage: str = "settling"
+    held: bool = False
+    trace: Trace | None = None
+    trials: Sequence[Trial] = ()
+    failure: str = ""
+    cut_lines: Sequence[str] = ()
+    _best: Trial | None = None  # the layout in force while others are tried
+    _beaten: Trial | None = None  # the one before it
+    _began_at: int = 0  # step
+
+    def __post_init__(self) -> None:
+        self.budget = SearchBudget(self.policy)
+        self.network = CalibratedNetwork(self.options.network, self.runner.lanes)
 
     # Decisions of rank 0.
 
@@ -133,17 +127,16 @@ class Search:
     def profiled(self, label: str, plan: Plan | None) -> Schedule[Trial]:
         """The same, and record the trace."""
         self.failure = ""
-        self._collectives.errors.postpone()
+        self.collectives.errors.postpone()
         with Recorder(self.runner.timer, self.runner.parameters) as recorder:
             trial = yield from self.begin_with(label, plan, self.options.profile_steps)
         self.budget.step_s = self.budget.step_s or trial.step_s
-        if not true_on_all_ranks(self.runner.trains_the_same(), self._control):
-            self.failure = FROZEN  # what is frozen has no gradient in the trace, and may be frozen on one rank alone
-            return trial
-        if not true_on_all_ranks(recorder.steps > 0, self._control):
-            self.failure = NOT_RECORDED
-            return trial
-        trace = recorder.trace({"model": self._model_name})
+        # What is frozen has no gradient in the trace, and may be frozen on one rank alone.
+        for holds, failure in (self.runner.trains_the_same(), FROZEN), (recorder.steps > 0, NOT_RECORDED):
+            if not true_on_all_ranks(holds, self._control):
+                self.failure = failure
+                return trial
+        trace = recorder.trace({"model": self.model_name})
         self._warn(order_note(trace))
         trace = latest_over_ranks(trace, self._control)
         if plan is not None and self.network.known is not None:
@@ -151,7 +144,7 @@ class Search:
         self.trace = agree_on(Trace, trace, self._control)
         if self.trace.tensors[0].ready_s > self.policy.late_gradients * self.trace.backward_s:
             self._warn(f"{LATE}: nothing of their communication can be hidden")
-            self._graphs.note_late(LATE)
+            self.graphs.note_late(LATE)
         return trial
 
     def why_not(self) -> str:
@@ -171,14 +164,13 @@ class Search:
             return
         self.stage = "measuring the network"
         kinds = [DENSE, *self.options.kinds]
-        if self._collectives.residuals.warmup_steps > self._steps_done:
+        if self.collectives.residuals.warmup_steps > self._steps_done:
             kinds += self._kinds_for_warm_up()
-        probes = {kind: self._collectives.probe(kind) for kind in dict.fromkeys(kinds)}
+        probes = {kind: self.collectives.probe(kind) for kind in dict.fromkeys(kinds)}
         lanes = self.runner.lanes
         lanes.grow(min(self.options.lanes or 2, lanes.max_lanes))
         network = self.network.measure(self.runner.device, probes, self._known_trace.nbytes, self.budget.left_s)
-        set_up_s = network.meta.get(WARM_UP)
-        self.budget.set_up_s += set_up_s if isinstance(set_up_s, float) else 0.0
+        self.budget.set_up_s += float(network.meta.get(WARM_UP) or 0.0)
         self._warn(noise_note(network))
 
     def renew_network(self) -> None:
@@ -198,12 +190,12 @@ class Search:
 
     def warm_up(self) -> Schedule[None]:
         """While an exchange with residuals must wait, search among those without, so that these steps are fast, too."""
-        if self._steps_done >= self._collectives.residuals.warmup_steps:
+        if self._steps_done >= self.collectives.residuals.warmup_steps:
             return
         kinds = [kind for kind in self._kinds_for_warm_up() if kind in self._known_network.curves]
         yield from self.run(replace(self.options, kinds=tuple(kinds)))
         self.stage = f"running {self.best.label} while training warms up"
-        waited = self._collectives.residuals.warmup_steps - self._steps_done
+        waited = self.collectives.residuals.warmup_steps - self._steps_done
         yield from steps(waited)
         self._began_at += waited  # steps of training, not of the search
 
@@ -330,7 +322,7 @@ class Search:
 
     def cut_graphs(self) -> Schedule[None]:
         """Have graphs compiled once more, cut where the best layout needs it, and keep what is fastest."""
-        graphs, can_change = self._graphs, self._graphs.can_change
+        graphs, can_change = self.graphs, self.graphs.can_change
         if not self.as_rank_0(can_change and not self.held):
             keep_cuts(graphs, self.best.plan, self._known_trace, self.network.known, self.policy)
             if can_change and graphs.parts is None:  # the plan needs fewer cuts
@@ -350,7 +342,7 @@ class Search:
 
     def _try_version(self, cuts: CutSearch, version: Version) -> Schedule[None]:
         """Compile a version, whose first step no trial counts, and keep it if it is faster than the best."""
-        graphs, best, before = self._graphs, cuts.best, self._graphs.parts
+        graphs, best, before = self.graphs, cuts.best, self.graphs.parts
         graphs.cut_for(version.parts)
         yield from steps(self.policy.warmup_steps)
         graphs.cut_for(before)
@@ -396,7 +388,7 @@ class Search:
         return self.runner.timer.steps_done
 
     def _kinds_for_warm_up(self) -> list[str]:
-        return warm_up_kinds(self.options.kinds, self._collectives, self.runner.parameters)
+        return warm_up_kinds(self.options.kinds, self.collectives, self.runner.parameters)
 
     def _warn(self, text: str) -> None:
         """Log a warning on rank 0; not by ``warnings``, which under -W error would stop this rank alone."""

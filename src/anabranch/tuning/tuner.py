@@ -53,9 +53,9 @@ class Tuner:
     model_name   is written into traces
     cache        where earlier trainings have kept their choices; None for no cache
     agree_later  compares models and options between ranks, at the end of the first step; None: they have been compared
-    graphs       the graphs that torch.compile makes of the model
+    graphs       that torch.compile makes of the model
 
-    kept      the result of the last search; None before its end
+    kept         the result of the last search; None before its end
     """
 
     def __init__(
