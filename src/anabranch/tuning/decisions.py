@@ -1,4 +1,4 @@
-"""Decide: what to do next, given what was tried. Pure functions: they measure nothing and talk to nobody.
+"""Decisions: what to do next, given what was tried. Pure functions: they measure nothing and talk to nobody.
 
 Every rank calls them with its own measurements; what they say on rank 0 is carried out.
 
