@@ -150,7 +150,7 @@ def _buckets(
 ) -> list[str]:
     """A row per bucket: its exchange, its predicted time by itself and that of a dense one, and its measured error."""
     tensors = {tensor.name: tensor for tensor in trace.tensors} if trace is not None else {}
-    rows = [("#", "lane", "by", "MiB", "gradients", "ready, ms", "takes, ms", "dense, ms", "error", "last gradient")]
+    rows = [("  #", "lane", "by", "MiB", "gradients", "ready, ms", "takes, ms", "dense, ms", "error", "last gradient")]
     taken_s = dense_s = 0.0
     for index, bucket in enumerate(plan.buckets):
         kind, members = bucket.collective, [tensors[name] for name in bucket.names if name in tensors]
