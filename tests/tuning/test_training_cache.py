@@ -53,8 +53,8 @@ def cache_of(
 
 def keep(cache: TrainingCache, choice: CachedChoice, **changes: Any) -> None:
     """Have the cache keep this choice, or one with another label, plan, steps or step under DDP's own buckets."""
-    given = {"label": choice.label, "plan": choice.plan, "steps_s": [choice.step_s] * 3, "own_s": choice.default_step_s}
-    given |= changes
+    given: dict[str, Any] = {"label": choice.label, "plan": choice.plan, "steps_s": [choice.step_s] * 3}
+    given |= {"own_s": choice.default_step_s, **changes}
     steps = tuple(StepTimes(seconds, 0.0, 0.0) for seconds in given["steps_s"])
     cache.write(Trial(given["label"], given["plan"], steps), given["own_s"], choice.network, choice.trace, None)
 
