@@ -17,7 +17,7 @@ from anabranch.planning.simulator import finish_s
 from anabranch.tools.bench import zoo
 from anabranch.tools.cli import network_text
 from anabranch.tools.cli.main import main
-from anabranch.tools.cli.memory import Optimizer, estimator_of
+from anabranch.tools.cli.memory import estimator_of
 from anabranch.tools.predict.scaling.compression import priced
 from anabranch.tools.predict.scaling.result import Scaling
 from anabranch.tools.predict.scaling.sweep import sweep
@@ -119,7 +119,7 @@ def test_what_fits_decides_the_batch(
     assert said.format(**batches, oktopk=batches["oktopk:0.01"]) in told
     assert "whatever the strategy" in error_of(capsys, *argv[:-1], "1MiB")
     assert "--scaling strong" in error_of(capsys, *argv, "--scaling", "strong")
-    assert "expected one of them" in error_of(capsys, *argv, "--batch", "4")
+    assert "no --within beside it" in error_of(capsys, *argv, "--batch", "4")
 
 
 def test_what_fits_of_a_sharded_model_does_at_the_fewest_ranks(
@@ -133,7 +133,7 @@ def test_what_fits_of_a_sharded_model_does_at_the_fewest_ranks(
     argv = ["scale", "--trace", str(tmp_path / "fit.json"), "--network", "nvlink+25gbe", *FEW, "--within", "100MiB"]
     found = json_of(capsys, *argv, "--sharded", "fsdp2:reshard", "--sharded", "hsdp")
     batches = {strategy["name"]: strategy["batch"] for strategy in found["strategies"]}
-    estimator = estimator_of("resnet50", Optimizer.momentum)
+    estimator = estimator_of("resnet50", "momentum")
     for way in ("fsdp2:reshard", "hsdp"):
         expected = estimator.largest_batch(way, Setting(ranks=4, ranks_per_node=4), 100 << 20)
         assert batches[way] == expected > 0
@@ -324,4 +324,4 @@ def test_sharded_strategies_stand_beside_the_others(capsys: pytest.CaptureFixtur
     names = [strategy["name"] for strategy in json.loads(capsys.readouterr().out)["strategies"]]
     assert names[-1] == "fsdp2:planned"
     message = error_of(capsys, *argv, "--within", "1GiB")
-    assert "the memory of --sharded fsdp2:planned is not predicted" in message
+    assert "--sharded is 'fsdp2:planned': expected one of fsdp2, " in message
