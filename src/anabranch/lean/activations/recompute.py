@@ -16,7 +16,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
-from anabranch.lean.activations.blocks import END, REST, Block, blocks_of
+from anabranch.lean.activations.blocks import Block, blocks_of
 from anabranch.lean.activations.solver import ACTIONS, Action
 
 COMPILED = "_compiled_call_impl"  # of torch: the attribute that module.compile() sets, and that a call runs
@@ -270,13 +270,12 @@ def recompute(model: nn.Module) -> PatchedModel:
 
 
 def _check(blocks: Mapping[str, Block], actions: Mapping[str, Action]) -> None:
-    """Raise ValueError unless these blocks can have these actions, as rank 0 may have chosen them."""
+    """Raise ValueError unless these blocks can have these actions; what is outside all blocks can only be kept."""
     known, before = ", ".join(blocks) or "none: it has no repeated blocks", "keep"
     for name, action in actions.items():
-        if action not in ACTIONS or (name in (REST, END) and action != "keep"):
-            what = "what is outside all blocks" if name in (REST, END) else f"block {name!r}"
-            raise ValueError(f"action of {what} is {action!r}: expected one of {', '.join(ACTIONS)}; 'keep' outside")
-        if name not in (REST, END, *blocks):
+        if action not in ACTIONS:
+            raise ValueError(f"action of block {name!r} is {action!r}: expected one of {', '.join(ACTIONS)}")
+        if action != "keep" and name not in blocks:
             raise ValueError(f"no block is called {name!r}: expected one of blocks_of(model), which are {known}")
     for name, block in blocks.items():
         action = actions.get(name, "keep")
