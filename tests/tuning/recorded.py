@@ -270,7 +270,6 @@ class _World:
         )
         self.collectives = SimpleNamespace(
             residuals=residuals,
-            errors=SimpleNamespace(postpone=lambda: None, relative_errors=dict),
             max_ctas=None,
             kinds=tuple(given["options"]["kinds"]),
             supports=lambda *_: True,

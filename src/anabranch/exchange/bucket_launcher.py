@@ -51,7 +51,6 @@ class BucketLauncher:
         bucket, lane, label, on_side_stream = self._routes[index]
         divisor = self.divisor() if self.divisor is not None else self._world_size
         steps = self._collectives.steps(bucket, buffer, lane.group, divisor)
-        steps = self._collectives.errors.sampled(steps, bucket, buffer, lane.group, divisor)
         steps = steps if around is None else around(steps, lane.group)
         return lane.submit(Message(steps, buffer, label, self._mark_bucket(index), on_side_stream))
 

@@ -6,7 +6,6 @@ from types import MappingProxyType
 import torch
 
 from anabranch.exchange.contracts import Collective, ExchangeFamily, Group, Steps, Traffic
-from anabranch.exchange.error_samples import ErrorSamples
 from anabranch.exchange.residuals.store import Residuals
 from anabranch.values.plan import Bucket, Plan
 
@@ -19,7 +18,7 @@ class Collectives:
     ``families`` come in order of preference. ``excluded``: by kind, the parameters whose gradients must not use it.
     ``mixes``: plans choose for each bucket between all kinds and dense.
 
-    ``residuals`` holds what is kept between steps, and ``errors`` samples the errors of averages.
+    ``residuals`` holds what is kept between steps.
     """
 
     def __init__(
@@ -32,7 +31,6 @@ class Collectives:
         self._families = families
         self._family_of_kind: dict[str, ExchangeFamily] = {}  # filled as kinds are asked for
         self.residuals = residuals or Residuals()
-        self.errors = ErrorSamples(self.residuals)
         self.kinds: tuple[str, ...] = tuple(kind for family in families for kind in family.kinds)
         self.excluded = {kind: frozenset(names) for kind, names in excluded.items()}
         self.mixes = mixes
@@ -66,7 +64,6 @@ class Collectives:
 
     def use_plan(self, plan: Plan | None) -> None:
         """Prepare for a plan, or for DDP's own buckets, from the next step on."""
-        self.errors.clear()
         self.residuals.use_plan(plan)
 
     def close(self) -> None:

@@ -115,7 +115,6 @@ def collectives_for(
         frozen,
         warmup_steps=options.warmup_steps if sparse else 0,
         momentum=Momentum(options.momentum),
-        sample_period=options.region_period,
         skipped=skipped,
         form=form,
     )

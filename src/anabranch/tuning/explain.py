@@ -1,7 +1,7 @@
 """The text of ``explain()``: what a DataParallel does and why, with predictions next to measurements."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from anabranch.observe.measure import POOR_SPREAD
 from anabranch.tuning.decisions import step_noise
@@ -25,7 +25,6 @@ class Findings:
     network_note    a sentence that says that the network is emulated; None if it is not
     exchange_lines  lines about the state of exchanges, such as residuals
     cost            what searching has cost; empty before the first trial
-    errors          measured relative errors of compressed buckets, by their names, once there are samples
     graph_lines     lines about the graphs of a compiled model
     """
 
@@ -38,7 +37,6 @@ class Findings:
     network_note: str | None
     exchange_lines: Sequence[str]
     cost: str = ""
-    errors: Mapping[tuple[str, ...], float] = field(default_factory=dict)
     graph_lines: Sequence[str] = ()
 
 
@@ -77,7 +75,7 @@ def explanation(found: Findings) -> str:
     if found.trials:
         lines += ["", *_trials(found)]
     if found.plan is not None:
-        lines += ["", *_buckets(found.plan, trace, network, found.errors), *found.exchange_lines]
+        lines += ["", *_buckets(found.plan, trace, network), *found.exchange_lines]
     return "\n".join(lines)
 
 
@@ -156,14 +154,12 @@ def _trials(found: Findings) -> list[str]:
     return [*lines, found.cost] if found.cost else lines
 
 
-def _buckets(
-    plan: Plan, trace: Trace | None, network: Network | None, errors: Mapping[tuple[str, ...], float]
-) -> list[str]:
-    """A line per bucket: its exchange, its predicted time by itself and that of a dense one, and its measured error."""
+def _buckets(plan: Plan, trace: Trace | None, network: Network | None) -> list[str]:
+    """A line per bucket: its exchange, and its predicted time by itself and that of a dense one."""
     tensors = {tensor.name: tensor for tensor in trace.tensors} if trace is not None else {}
     lines = [
         f"Plan {plan.fingerprint[:12]}:",
-        "  # lane by               MiB gradients ready, ms takes, ms dense, ms   error last gradient",
+        "  # lane by               MiB gradients ready, ms takes, ms dense, ms last gradient",
     ]
     taken_s = dense_s = 0.0
     for index, bucket in enumerate(plan.buckets):
@@ -180,17 +176,11 @@ def _buckets(
             if bucket.collective != "dense":
                 taken_s, dense_s = taken_s + seconds, dense_s + plain_s
         route = f"{index:3d} {bucket.lane:4d} {bucket.collective:11s}"
-        error = f"{errors[bucket.names]:7.2%}" if bucket.names in errors else f"{'-':>7}"
-        lines.append(f"{route} {mib} {len(bucket.names):9d} {ready} {costs} {error} {bucket.names[-1]}")
+        lines.append(f"{route} {mib} {len(bucket.names):9d} {ready} {costs} {bucket.names[-1]}")
     if dense_s > 0:
         compressed = sum(bucket.collective != "dense" for bucket in plan.buckets)
         lines.append(
             f"{compressed} of {len(plan)} buckets are compressed, which saves {(dense_s - taken_s) * 1e3:.2f} ms of "
             f"the {dense_s * 1e3:.2f} ms that dense messages would take (predicted)."
-        )
-    if errors:
-        lines.append(
-            "error: of a step's averages, relative to the exact ones, in samples. What residuals keep counts as error, "
-            "although a later step sends it."
         )
     return lines

@@ -143,7 +143,6 @@ class Search:
     def profiled(self, label: str, plan: Plan | None) -> Schedule[Trial]:
         """The same, and record the trace."""
         self.failure = ""
-        self._collectives.errors.postpone()
         with Recorder(self.runner.timer, self.runner.parameters) as recorder:
             trial = yield from self.begin_with(label, plan, self.options.profile_steps)
         self.budget.step_s = self.budget.step_s or trial.step_s

@@ -131,6 +131,5 @@ def sent_dense(kind: str, dtype: torch.dtype) -> bool:
 def _with_residual(
     state: BucketState, buffer: torch.Tensor, comm: Communicator, divisor: float, form: BlockFormat
 ) -> Steps:
-    state.record_norms(buffer)
     state.step += 1
     yield from exchange(buffer, state.residual, comm, divisor, form)

@@ -22,7 +22,6 @@ import torch
 from anabranch.exchange.contracts import record_stream
 from anabranch.exchange.quantised.steps import steps_for
 from anabranch.exchange.residuals.checkpoint import VERSION
-from anabranch.exchange.residuals.monitor import SAMPLE_PERIOD, ResidualMonitor
 from anabranch.exchange.sparse import regions
 from anabranch.exchange.sparse.thresholds import next_threshold_bias
 from anabranch.values.kinds.formats import BlockFormat
@@ -79,7 +78,6 @@ class BucketState:
     threshold_bias         float32 scalar: log of this owner's threshold over that of its own share
     step                   sparse steps so far
     fresh                  regions were never balanced; the same on every rank
-    residual_monitor       norms of the residual over time, where they are recorded
     held                   residuals of frozen parameters by name; they are 0 in ``residual``
     accumulates_in_place   gradients are added to the residual as they come. The gradient's memory is then zeros, and an
                            owner may add its sums there.
@@ -96,7 +94,6 @@ class BucketState:
     threshold_bias: torch.Tensor
     step: int = 0
     fresh: bool = True
-    residual_monitor: ResidualMonitor | None = None
     accumulates_in_place: bool = False
     held: dict[str, torch.Tensor] = field(default_factory=dict)
     packed: PackedResidual | None = None
@@ -190,11 +187,6 @@ class BucketState:
         self.step += 1
         self.fresh = False
 
-    def record_norms(self, gradient: torch.Tensor) -> None:
-        """Record the norms of the residual and of this step's gradient, whole or part by part, if a sample is due."""
-        if self.residual_monitor is not None:
-            self.residual_monitor.record(self.step, gradient, self.residual)
-
 
 class BucketStates:
     """The states of all buckets with residuals of one model on one rank.
@@ -213,7 +205,6 @@ class BucketStates:
         rank: int,
         world_size: int,
         device: torch.device | None = None,
-        sample_period: int = SAMPLE_PERIOD,
         form: BlockFormat | None = None,
     ) -> None:
         self._form = form
@@ -225,7 +216,6 @@ class BucketStates:
         self.scale: float | None = None
         self.loaded = ["nothing"]
         self.loaded_states: list[Mapping[str, Any]] = []
-        self._sample_period = sample_period
         self._buckets: dict[tuple[str, ...], BucketState] = {}
         self._settings: dict[
             tuple[str, ...], Mapping[str, Any]
@@ -421,7 +411,6 @@ class BucketStates:
                 record_stream(piece)
         state = BucketState.of(residual, self.world_size, names, numels)
         state.step = self._step
-        state.residual_monitor = ResidualMonitor(self.device, self._sample_period)
         if (settings := self._settings.pop(names, None)) is not None:
             state.threshold_bias.fill_(settings["tilt"])
             state.boundaries.copy_(torch.tensor(settings["boundaries"], dtype=torch.int64))

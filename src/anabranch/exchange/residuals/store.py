@@ -15,7 +15,6 @@ from anabranch.exchange.dense import all_finite
 from anabranch.exchange.model_parameters import shaped
 from anabranch.exchange.residuals.checkpoint import check_saved
 from anabranch.exchange.residuals.momentum import Momentum, Velocity
-from anabranch.exchange.residuals.monitor import SAMPLE_PERIOD, residual_grows
 from anabranch.exchange.residuals.state import BucketState, BucketStates
 from anabranch.values.kinds.formats import STORED, BlockFormat
 from anabranch.values.kinds.names import density_of
@@ -49,7 +48,6 @@ class Residuals:
         *,
         warmup_steps: int = 0,
         momentum: Momentum | None = None,
-        sample_period: int = SAMPLE_PERIOD,
         skipped: Callable[[], bool] | None = None,
         form: BlockFormat | None = None,
     ) -> None:
@@ -64,7 +62,7 @@ class Residuals:
         self._sizes: dict[tuple[str, ...], tuple[int, ...]] = {}  # sizes of parameters, by bucket
         device = next(iter(parameters.values())).device if parameters else None
         rank, ranks = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
-        self._states = BucketStates(rank, ranks, device, sample_period, form)
+        self._states = BucketStates(rank, ranks, device, form)
         self._flush = ResidualFlush(self._states, parameters, averaged, applied)
         self._exchanged: list[tuple[BucketState, torch.Tensor]] = []  # in this step: states and averages
 
@@ -132,20 +130,11 @@ class Residuals:
         lines = []
         for state in self._states.buckets():
             to, share = state.names[-1], float(state.applied) / max(1, sum(state.numels))
-            samples = state.residual_monitor.samples() if state.residual_monitor is not None else []
-            age = f", about {samples[-1].age_steps:.1f} steps old" if samples and samples[-1].age_steps else ""
             norm = float(state.current().norm())
             if state.fresh and state.step:  # no values were selected: all were sent, rounded
-                lines.append(f"bucket to {to}: rounding errors of norm {norm:.3g} are kept for the next step{age}")
-                continue
-            lines.append(f"sparse bucket to {to}: {share:.2%} applied in its last step, |residual| {norm:.3g}{age}")
-            if residual_grows(samples, max(share, 1e-4)):
-                then = samples[len(samples) // 2]
-                lines.append(
-                    f"WARNING: the residual of the bucket to {to} grows without bound: its norm was {then.norm:.3g} at "
-                    f"step {then.step} and {samples[-1].norm:.3g} at step {samples[-1].step}, {then.age_steps:.1f} and "
-                    f"{samples[-1].age_steps:.1f} steps of gradients: give OkTopk a higher density"
-                )
+                lines.append(f"bucket to {to}: rounding errors of norm {norm:.3g} are kept for the next step")
+            else:
+                lines.append(f"sparse bucket to {to}: {share:.2%} applied in its last step, |residual| {norm:.3g}")
         return lines
 
     def state_dict(self) -> dict[str, Any]:

@@ -68,7 +68,6 @@ def exchange(
     gradient = buffer.float()  # the buffer itself, if that is float32
     if velocity is not None:
         velocity.take(gradient)
-    state.record_norms(gradient)
     run = version_for(gradient, options)
     yield from run(gradient, state, comm, divisor, options.density_at(state.step, density), options)
     if velocity is not None:
