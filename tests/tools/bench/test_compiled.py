@@ -1,17 +1,13 @@
 """bench --compile: every contestant's compiled twin, and the seconds that compiling took."""
 
-import os
 import warnings
 from collections import defaultdict
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch._dynamo.utils import counters
 from torch.nn.parallel import DistributedDataParallel
 
 from anabranch.tools.bench import compiled as compiled_bench
@@ -127,26 +123,3 @@ def test_only_the_uncut_ddp_is_compiled_in_one_part_and_every_contestant_of_a_cl
         assert graphs["compute only, compiled"] == graphs["DDP, uncut, compiled"] == [1, 1]
         assert graphs["DDP, compiled"] == [2, 2]
         assert min(found["many"]) == max(found["many"]) > 0
-
-
-def found_in_caches(rank: int, own: bool, folder: str) -> int:
-    """How often torch finds, for a second model, what it has compiled for the first."""
-    warnings.simplefilter("ignore")
-    os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
-    hits = [0]
-    for _ in range(2):
-        torch.manual_seed(7)
-        model, step = build()
-        backend = CountingBackend(TemporaryDirectory() if own else None)
-        compiled_step(step, model, backend)(model)
-        assert len(backend.steps_s) == 1
-        counts = [*counters["inductor"].items(), *counters["aot_autograd"].items()]
-        hits.append(sum(count for name, count in counts if name.endswith("cache_hit")))
-    return hits[2] - hits[1]
-
-
-@pytest.mark.campaign
-@pytest.mark.parametrize("own", [True, False])
-def test_contestants_may_have_caches_of_their_own(own: bool, tmp_path: Path) -> None:
-    (hits,) = on_ranks(found_in_caches, 1, own, str(tmp_path), timeout_s=150)
-    assert (hits == 0) == own

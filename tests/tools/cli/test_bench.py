@@ -38,7 +38,6 @@ WRONG_VALUES = [
     (["--model", "resnet50", "--sharded", "fsdp1"], "--sharded is 'fsdp1': expected one of fsdp2, fsdp2:reshard"),
     (["--trace", "resnet50", "--compile"], "--compile and --trace resnet50: a replayed trace sleeps"),
     (["--trace", "resnet50", "--channels-last"], "give --model, or leave --channels-last out"),
-    (["--model", "resnet50", "--own-caches"], "--own-caches is about what torch has compiled: it needs --compile"),
     (
         ["--model", "resnet50", "--skip", "DDP"],
         "--skip is 'DDP': expected nothing, without --compress and --compile",

@@ -4,12 +4,9 @@ torch keeps compiled graphs by the code of a model's forward and by their backen
 backend share graphs: DDP would run those of the model alone, which are not cut, and nothing would overlap.
 """
 
-import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from tempfile import TemporaryDirectory
 from time import perf_counter
 from typing import Any, cast
 
@@ -29,42 +26,15 @@ MOST_CONTESTANTS = 256  # under torch.compile in one process; torch's own limit 
 
 @dataclass(eq=False)
 class CountingBackend:
-    """torch's default backend; counts the graphs that it is given.
+    """torch's default backend; counts the graphs that it is given; ``steps_s``: the steps in which it was given any."""
 
-    caches    a folder for caches of its own, so that nothing is found that another backend has compiled; None: torch's
-    steps_s   the steps in which it was given any graph
-    """
-
-    caches: TemporaryDirectory[str] | None = None
     graphs: int = 0
     steps_s: list[float] = field(default_factory=list)
 
     def __call__(self, graph: Any, inputs: Any) -> Callable[..., Any]:
         self.graphs += 1
-        if self.caches is not None:
-            from torch._inductor.utils import clear_caches
-
-            clear_caches()  # those in memory
         compiled: Callable[..., Any] = torch._dynamo.lookup_backend(BACKEND)(graph, inputs)
         return compiled
-
-    @contextmanager
-    def own_caches(self) -> Iterator[None]:
-        """A context in which torch uses the caches of this backend: it looks at these variables when it compiles."""
-        if self.caches is None:
-            yield
-            return
-        own = {"TORCHINDUCTOR_CACHE_DIR": self.caches.name, "TRITON_CACHE_DIR": f"{self.caches.name}/triton"}
-        before = {name: os.environ.get(name) for name in own}
-        os.environ.update(own)
-        try:
-            yield
-        finally:
-            for name, value in before.items():
-                if value is None:
-                    del os.environ[name]
-                else:
-                    os.environ[name] = value
 
 
 def compiled_name(name: str) -> str:
@@ -81,8 +51,7 @@ def compiled_step(step: Step, wrapped: nn.Module, backend: CountingBackend) -> S
 
     def run(_: nn.Module) -> None:
         before, began_s = backend.graphs, perf_counter()
-        with backend.own_caches():
-            step(called)
+        step(called)
         if backend.graphs > before:
             backend.steps_s.append(perf_counter() - began_s)
 

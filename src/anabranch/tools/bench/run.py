@@ -3,7 +3,6 @@
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
 import torch.distributed as dist
@@ -34,7 +33,6 @@ from anabranch.tools.bench.race import RaceSettings, race_all
 from anabranch.tools.bench.sharded import sharded_contestants
 from anabranch.tools.bench.workload import Workload
 from anabranch.tools.bench.zoo import Step
-from anabranch.tools.report.benchmark import COMPILING, OWN_CACHES, SHARED_CACHES
 from anabranch.tools.report.documents import BASELINE, COMPUTE, OURS, Benchmark
 from anabranch.tuning.policy import TuningPolicy
 from anabranch.values.errors import AnabranchError
@@ -56,7 +54,6 @@ class Settings(RaceSettings):
     compiled       computing alone, DDP, cut and uncut, and every DataParallel also under torch.compile
     sharded        FSDP2, by ``fsdp.planning.modes``
     skip           names of contestants that ``only`` cannot leave out; these are neither tuned nor compiled
-    own_caches     torch finds nothing that it has compiled for another contestant
     search_steps   what each search may cost, in steps
     hold_after     steps after which a search ends at its next decision, with the best layout so far, for which graphs
                    are still compiled
@@ -70,7 +67,6 @@ class Settings(RaceSettings):
     compiled: bool = False
     sharded: Sequence[str] = ()
     skip: Sequence[str] = ()
-    own_caches: bool = False
     search_steps: int = 100
     hold_after: int | None = None
 
@@ -121,9 +117,7 @@ def run(workload: Workload, settings: Settings, say: Say, more: MoreContestants 
         if (name := _name_of(text)) not in settings.skip
     }
     contestants = _contestants(workload, settings, ours, compressed, more)
-    backends: dict[str, CountingBackend] = defaultdict(
-        lambda: CountingBackend(TemporaryDirectory(prefix="anabranch-compiled-") if settings.own_caches else None)
-    )
+    backends: dict[str, CountingBackend] = defaultdict(CountingBackend)
     twins: list[TunedModel] = []
     if settings.compiled:
         start_compiler(workload.device)
@@ -143,9 +137,7 @@ def run(workload: Workload, settings: Settings, say: Say, more: MoreContestants 
     skipped = () if _on_nccl() else ("PowerSGD: torch's hook waits inside a callback, which hangs on Gloo",)
     compile_s = {name: tuple(backend.steps_s) for name, backend in backends.items()}
     rows = tuple(replace(row, compile_s=compile_s.get(row.name, ())) for row in benchmark.rows)
-    caches = {COMPILING: OWN_CACHES if settings.own_caches else SHARED_CACHES} if settings.compiled else {}
-    facts = {**benchmark.facts, **caches}
-    return replace(benchmark, rows=rows, explanation=explanation, skipped=skipped, facts=facts)
+    return replace(benchmark, rows=rows, explanation=explanation, skipped=skipped)
 
 
 def _name_of(compress: str) -> str:

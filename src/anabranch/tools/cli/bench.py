@@ -82,14 +82,6 @@ Compile = Annotated[
         "that is not cut, unless --only leaves it out (--only uncut does not).",
     ),
 ]
-OwnCaches = Annotated[
-    bool,
-    Option(
-        "--own-caches",
-        help="With --compile: torch's caches are empty for each contestant, so that the report can say how much longer "
-        "cuts take to compile. Takes longer: without it, contestants find parts of each other there.",
-    ),
-]
 Sharded = Annotated[
     list[str] | None,
     Option(
@@ -128,7 +120,6 @@ def bench(
     hold_after: HoldAfter = None,
     compress: Compressions = None,
     compiled: Compile = False,
-    own_caches: OwnCaches = False,
     sharded: Sharded = None,
     only: Only = None,
     skip: Skip = None,
@@ -141,8 +132,6 @@ def bench(
     """Race DDP with every setting and hook against DataParallel on one model and network."""
     models_only = {"--compile": compiled, "--sharded": sharded, "--channels-last": channels_last}
     _check_workloads(model, trace, [option for option, given in models_only.items() if given])
-    if own_caches and not compiled:
-        raise ValueError("--own-caches is about what torch has compiled: it needs --compile")
     if "RANK" not in os.environ:
         raise AnabranchError(f"bench runs on ranks, and this is none (RANK is not set): {HOW}")
     _check_outputs(report, plot, force)
@@ -162,7 +151,6 @@ def bench(
         compiled=compiled,
         sharded=shardings,
         skip=skip or (),
-        own_caches=own_caches,
         search_steps=search_steps,
         hold_after=hold_after,
     )

@@ -21,9 +21,6 @@ from anabranch.tools.report.documents import BASELINE, COMPILED, COMPUTE, OURS, 
 from anabranch.tools.report.formatting import percent, plain, seconds, time_scale
 from anabranch.tools.report.tables import Cell, Table, facts, number, terminal
 
-COMPILING = "compiling"  # the name of a fact
-OWN_CACHES = "each contestant with caches of its own, empty at first"
-SHARED_CACHES = "with torch's caches, in which contestants find what others have compiled"
 ROW_PX, EDGE_PX = 34, 110
 ROOM = 1.3  # for the text behind the longest bar
 
@@ -117,15 +114,12 @@ def closing_lines(found: Benchmark) -> list[str]:
 
 
 def remarks(found: Benchmark) -> list[str]:
-    """What compiling gains and takes, and what was left out."""
+    """What compiling gains, and what was left out."""
     return [*compiled_lines(found), *(f"Left out: {reason}" for reason in found.skipped)]
 
 
 def compiled_lines(found: Benchmark) -> list[str]:
-    """What compiling gains each contestant: its step over those of its rivals; and what compiling takes.
-
-    The latter only where nothing that another contestant has compiled was found in a cache.
-    """
+    """What compiling gains each contestant: its step over those of its rivals."""
     names = {row.name for row in found.rows}
     alone, stock = f"{COMPUTE}{COMPILED}", f"{BASELINE}{COMPILED}"
     lines = []
@@ -134,11 +128,7 @@ def compiled_lines(found: Benchmark) -> list[str]:
             continue
         others = [other for other in (stock, row.name.removesuffix(COMPILED), alone) if other != row.name]
         ratios = [f"{row.ratio_to(found.row(other)):.3f} × {other}" for other in others if other in names]
-        comparable = alone in names and found.facts.get(COMPILING) == OWN_CACHES
-        alone_s = sum(found.row(alone).compile_s) if comparable else 0.0
-        times = " + ".join(f"{step_s / alone_s:.1f}" for step_s in row.compile_s) if alone_s else ""
-        took = f"; compiling {times} × as long as without cuts" if times else ""
-        lines.append(f"{row.name}: a step takes {', '.join(ratios)}{took}.")
+        lines.append(f"{row.name}: a step takes {', '.join(ratios)}.")
     return lines
 
 
@@ -168,8 +158,10 @@ def _legend(found: Benchmark, counted: bool, compiled: bool) -> str:
     if counted:
         words += " Sent: a step, by the busiest rank's host, as its network cards count it."
     if compiled:
-        caches = found.facts.get(COMPILING, SHARED_CACHES)
-        words += f" Compiled: the steps in which torch compiled, each as a whole, {caches}."
+        words += (
+            " Compiled: the steps in which torch compiled, each as a whole, with torch's caches, in which contestants "
+            "find what others have compiled."
+        )
     return words
 
 
