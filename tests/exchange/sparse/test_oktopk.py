@@ -22,7 +22,7 @@ from ranks import on_ranks
 NUMEL, DENSITY = 900, 0.02
 SETTINGS = OkTopk(start_density=0.2, decay_steps=2, region_period=2, threshold_period=2)
 SPARSE = Path(oktopk.__file__).parent
-VERSIONS = {"exact", "fixed", "triton_exchange"}
+VERSIONS = {"exact", "fixed_size", "triton_exchange"}
 
 
 def imported(path: Path, lazily: bool = True) -> set[str]:
