@@ -273,7 +273,6 @@ class _World:
             max_ctas=None,
             kinds=tuple(given["options"]["kinds"]),
             supports=lambda *_: True,
-            on_side_stream=lambda _: False,
             use_plan=lambda _: None,
             probe=lambda _: None,
             close=lambda: None,

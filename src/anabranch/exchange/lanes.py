@@ -127,7 +127,7 @@ class HostLane:
 class StreamLane:
     """A side stream on which exchanges run, or that waits for them; the host never waits.
 
-    An exchange that computes runs on the side stream from its first step to its last (see ``GroupCommunicator``). One
+    An exchange that computes runs on the side stream from its first step to its last (see ``Communicator``). One
     that only sends is issued from the caller's stream and runs on the group's own, so that the communicator can start
     the next message at once; nothing is put on the side stream but the wait for its end, not even an event: with few
     hardware queues (under MPS, or CUDA_DEVICE_MAX_CONNECTIONS=1) work that waits there can delay the computation behind

@@ -184,7 +184,7 @@ class Search:
             kinds += self._kinds_for_warm_up()
         lanes = self.runner.lanes
         lanes.grow(min(self.options.lanes or 2, lanes.max_lanes))
-        probes = {kind: self._collectives.probe(kind) for kind in dict.fromkeys(kinds)}
+        probes = {kind: self._collectives.family(kind).probe(kind) for kind in dict.fromkeys(kinds)}
         network = self.network.measure(
             lanes.groups, self.runner.device, probes, self._known_trace.nbytes, self.budget.left_s
         )

@@ -18,9 +18,7 @@ from anabranch.values.kinds.names import Wire
 from exchange.sparse.triton_device import DEVICE, triton_exchange, use_small_blocks
 from exchange.sparse.worlds import gradients
 
-SUMMABLE_BITS = sys.modules[
-    "anabranch.exchange.sparse.kernels.message"
-].SUMMABLE_BELOW  # imported where triton is installed
+SUMMABLE_BITS = sys.modules["anabranch.exchange.sparse.kernels"].SUMMABLE_BELOW  # imported where triton is installed
 
 
 @pytest.fixture(autouse=True)
@@ -241,7 +239,7 @@ def test_pairs_beyond_two_to_the_31_are_applied_and_cleared(monkeypatch: pytest.
     end = numel - 1 - bounds[-2]
     work.sent.copy_(messages([[]] * (ranks - 1) + [[(6.0, end), (2.0, end - 1)]], sizes))
     residual.last.copy_(torch.tensor([2.0, 6.0]))
-    monkeypatch.setattr("anabranch.exchange.sparse.kernels.step.accumulate", Nothing())
+    monkeypatch.setattr("anabranch.exchange.sparse.kernels.accumulate", Nothing())
     work.finish(messages([[]] * (ranks - 1) + [[(12.0, end)]], sizes), 4.0)
     assert gradient.last.tolist() == [0.0, 3.0]
     assert residual.last.tolist() == [2.0, 0.0]

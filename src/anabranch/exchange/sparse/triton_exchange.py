@@ -1,4 +1,4 @@
-"""The exchange of fixed-size messages with Triton kernels: what ``fixed.py`` does, in a dozen launches.
+"""The exchange of fixed-size messages with Triton kernels: what ``fixed_size.py`` does, in a dozen launches.
 
     offer     reset rows; sample, threshold; offer                then the all-to-all
     reduce    add, collect; sample, threshold; select sums        then the all-gather
@@ -17,8 +17,7 @@ import triton
 from anabranch.exchange.communicator import Communicator
 from anabranch.exchange.contracts import Steps, record_stream
 from anabranch.exchange.residuals.state import BucketState
-from anabranch.exchange.sparse import thresholds
-from anabranch.exchange.sparse.kernels import message, packing, step, threshold
+from anabranch.exchange.sparse import kernels, packing, thresholds
 from anabranch.exchange.sparse.regions import region_buffer
 from anabranch.exchange.sparse.select import SUM_LIMIT, rebalance_regions
 from anabranch.values.kinds.formats import Sizes
@@ -87,7 +86,7 @@ class TritonStep:
         self.rounding_error = torch.empty(sizes.capacity if rounds else 0, dtype=torch.float32, device=device)
         self.rows = triton.next_power_of_2(self.ranks)
         grid = triton.cdiv(self.words_per_row, 1024), rows
-        message.reset[grid](self.row_words, self.counter, self.words_per_row, block=1024)
+        kernels.reset[grid](self.row_words, self.counter, self.words_per_row, block=1024)
 
     @property
     def kept(self) -> tuple[torch.Tensor, ...]:
@@ -103,14 +102,14 @@ class TritonStep:
         wanted = thresholds.sample_numel(numel, k)
         seen = self._empty_sample(wanted)
         shift = thresholds.sample_shift(self.state.step)
-        threshold.sample[(len(seen) // PAIRS,)](
+        kernels.sample[(len(seen) // PAIRS,)](
             self.gradient, self.state.residual, seen, shift, numel, wanted, every=wanted == numel, block=PAIRS
         )
         kth_magnitude(seen, thresholds.sample_rank(numel, k), self.state.local_threshold)
 
     def offer(self) -> None:
         """Pack what passes the local threshold into ``sent``."""
-        step.offer[(triton.cdiv(len(self.gradient), BLOCK),)](
+        kernels.offer[(triton.cdiv(len(self.gradient), BLOCK),)](
             self.gradient, self.state.residual, self.state.local_threshold, self.state.boundaries,
             *_views(self.sent_rows), len(self.gradient), self.ranks, self.sizes.capacity, self.words_per_row,
             rows=self.rows, block=BLOCK, num_warps=WARPS,
@@ -127,13 +126,13 @@ class TritonStep:
         sums, positions = torch.empty(2, most, dtype=torch.int32, device=received.device)
         heads, pairs = self._unpack(received)
         buffer = self.region_buffer
-        step.add[self._grid](pairs, buffer, capacity, block=PAIRS)
-        step.collect[self._grid](
+        kernels.add[self._grid](pairs, buffer, capacity, block=PAIRS)
+        kernels.collect[self._grid](
             pairs, buffer.view(torch.int32), self.counter, sums, positions, capacity, block=PAIRS
         )  # fmt: skip
         self._owner_threshold(sums)
         head, pairs = _views(self.part_row)
-        step.select_sums[(triton.cdiv(most, PAIRS),)](
+        kernels.select_sums[(triton.cdiv(most, PAIRS),)](
             sums, positions, self.counter, heads, self.state.threshold_bias, head, pairs, limit,
             self.ranks, capacity, self.words_per_row, rows=self.rows, block=PAIRS,
         )  # fmt: skip
@@ -150,7 +149,7 @@ class TritonStep:
         wanted = thresholds.sample_numel(numel, share)
         seen = self._empty_sample(wanted)
         shift = thresholds.sample_shift(self.state.step)
-        threshold.sample_sums[(len(seen) // PAIRS,)](
+        kernels.sample_sums[(len(seen) // PAIRS,)](
             sums, self.counter, seen, shift, numel, wanted, every=wanted == numel, block=PAIRS
         )
         kth_magnitude(seen, thresholds.sample_rank(numel, share), self.part_row[1].view(torch.float32))
@@ -161,18 +160,20 @@ class TritonStep:
         heads, pairs = self._unpack(everyone)
         common = {"ranks": self.ranks, "row_words": self.words_per_row, "rows": self.rows}
         on_pairs = {"capacity": capacity, "block": PAIRS, **common}
-        step.accumulate[(triton.cdiv(numel, BLOCK),)](
+        kernels.accumulate[(triton.cdiv(numel, BLOCK),)](
             heads, self.gradient, state.residual, numel, **common, block=BLOCK, num_warps=WARPS
         )
         applied = self.gradient.view(torch.int32)
-        step.apply[self._grid](heads, pairs, state.boundaries, applied, divisor, **on_pairs)
+        kernels.apply[self._grid](heads, pairs, state.boundaries, applied, divisor, **on_pairs)
         sent_heads, sent_pairs = _views(self.sent_rows)
-        step.subtract_applied[self._grid](heads, sent_pairs, state.boundaries, applied, state.residual, **on_pairs)
+        kernels.subtract_applied[self._grid](heads, sent_pairs, state.boundaries, applied, state.residual, **on_pairs)
         if self.sizes.encoding.rounds:
             _, own = _views(self.part_row)
             start = state.boundaries[self.rank :]
-            step.keep_rounding_error[self._grid[:1]](heads, own, self.rounding_error, start, state.residual, **on_pairs)
-        step.record_step[(1,)](
+            kernels.keep_rounding_error[self._grid[:1]](
+                heads, own, self.rounding_error, start, state.residual, **on_pairs
+            )
+        kernels.record_step[(1,)](
             heads, sent_heads, state.threshold_bias, state.global_threshold, state.offered, state.applied,
             self.rank, thresholds.BIAS_MEMORY, **common, num_warps=1,
         )  # fmt: skip
@@ -231,4 +232,4 @@ def kth_magnitude(seen: torch.Tensor, rank: int, found: torch.Tensor) -> None:
     if len(seen) > MAX_SAMPLE_NUMEL:
         found.copy_(thresholds.round_down(torch.topk(seen, rank, sorted=False).values.amin().view(torch.float32)))
     else:
-        threshold.kth_magnitude[(1,)](seen, found, len(seen), rank, chunk=CHUNK, num_warps=CHUNK_WARPS)
+        kernels.kth_magnitude[(1,)](seen, found, len(seen), rank, chunk=CHUNK, num_warps=CHUNK_WARPS)
