@@ -76,8 +76,9 @@ def propose_boundaries(
     """
     counts = [passing(a + b, threshold).sum() for a, b in _chunks(residual, gradient)]
     ends = torch.stack(counts).cumsum(0)
-    wanted = regions.first_ordinals(ends[-1], ranks)
-    found = regions.uniform_inner(len(residual), ranks, residual.device)
+    # Which of the selected values, counted from 1, begin regions 1 … P−1 if each is to have equally many.
+    wanted = torch.arange(1, ranks, dtype=torch.int64, device=residual.device) * ends[-1] // ranks + 1
+    found = regions.uniform(len(residual), ranks, residual.device)[1:-1]
     for number, (a, b) in enumerate(_chunks(residual, gradient)):
         before = ends[number] - counts[number]
         at = torch.searchsorted(running_count(passing(a + b, threshold)).to(torch.int64), wanted - before)
