@@ -57,7 +57,7 @@ def pairs_of(message: torch.Tensor) -> set[tuple[int, int]]:
 
 def twin_of(
     gradient: torch.Tensor, residual: torch.Tensor, threshold: float, bounds: list[int], sizes: Sizes
-) -> select.Offer:
+) -> select.Selected:
     return select.offer(
         gradient.cpu().clone(), residual.cpu().clone(), torch.tensor(threshold), torch.tensor(bounds),
         sizes.capacity,
@@ -86,7 +86,7 @@ def test_offer_packs_what_the_twin_packs(case: str, precision: Any) -> None:
     work.offer()
     heads, packed = unframe_messages(work.sent.cpu(), sizes.encoding)
     twin = twin_of(gradient, held, 1.5, bounds, sizes)
-    assert heads[:, 0].tolist() == twin.counts.tolist()
+    assert heads[:, 0].tolist() == twin.passed.tolist()
     messages = frame_messages(heads, twin.packed, sizes.encoding)
     table_end = HEAD_NBYTES + sizes.encoding.table_nbytes
     assert torch.equal(work.sent[:, :table_end].cpu(), messages[:, :table_end])
@@ -115,7 +115,7 @@ def test_offer_beyond_the_capacity_counts_all_and_stores_some() -> None:
     work.offer()
     heads, packed = unframe_messages(work.sent.cpu(), sizes.encoding)
     everything = twin_of(gradient, held, 1.0, bounds, sizes._replace(capacity=1500))
-    assert heads[:, 0].tolist() == everything.counts.tolist()
+    assert heads[:, 0].tolist() == everything.passed.tolist()
     for mine, theirs in zip(packed, everything.packed, strict=True):
         assert len(pairs_of(mine)) == 10
         assert pairs_of(mine) < pairs_of(theirs)

@@ -74,7 +74,7 @@ def compare(mine: BucketState, theirs: BucketState) -> None:
     assert torch.equal(mine.residual.cpu(), theirs.residual)
     assert torch.equal(mine.boundaries.cpu(), theirs.boundaries)
     assert (int(mine.offered), int(mine.applied), mine.step) == (int(theirs.offered), int(theirs.applied), theirs.step)
-    for name in ("threshold_bias", "local_threshold", "global_threshold"):
+    for name in ("threshold_bias", "local_threshold"):
         assert getattr(mine, name).item() == pytest.approx(getattr(theirs, name).item(), rel=1e-4, abs=1e-6)
 
 

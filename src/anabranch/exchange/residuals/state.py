@@ -83,8 +83,8 @@ class BucketState:
                            owner may add its sums there.
     packed                 the residual between exchanges, where it is stored rounded; else None
 
-    Of the last step, for reports: ``local_threshold`` and ``global_threshold``, and how many values passed, ``offered``
-    by this rank and ``applied`` by all owners together.
+    Of the last step: ``local_threshold``, and how many values passed, ``offered`` by this rank and ``applied`` by all
+    owners together.
     """
 
     names: tuple[str, ...]
@@ -98,13 +98,11 @@ class BucketState:
     held: dict[str, torch.Tensor] = field(default_factory=dict)
     packed: PackedResidual | None = None
     local_threshold: torch.Tensor = field(init=False)
-    global_threshold: torch.Tensor = field(init=False)
     offered: torch.Tensor = field(init=False)
     applied: torch.Tensor = field(init=False)
 
     def __post_init__(self) -> None:
         self.local_threshold = torch.zeros((), dtype=torch.float32, device=self.residual.device)
-        self.global_threshold = self.local_threshold.clone()
         self.offered = torch.zeros((), dtype=torch.int32, device=self.residual.device)
         self.applied = self.offered.clone()
 
@@ -178,10 +176,9 @@ class BucketState:
         return self.fresh or self.step % period == 0
 
     def record_step(self, offered: torch.Tensor, heads: torch.Tensor, rank: int, poisoned: torch.Tensor) -> None:
-        """Record a finished step: counts, thresholds and the next bias, from the heads of all owners."""
+        """Record a finished step: counts and the next bias, from the heads of all owners."""
         found = heads[:, 1].contiguous().view(torch.float32)
         self.threshold_bias.copy_(next_threshold_bias(self.threshold_bias, found, rank, poisoned))
-        self.global_threshold.copy_(torch.where(found > 0, found, 1.0).log().mean().exp())
         self.offered.copy_(offered)
         self.applied.copy_(heads[:, 0].clamp(min=0).sum())
         self.step += 1
@@ -217,9 +214,7 @@ class BucketStates:
         self.loaded = ["nothing"]
         self.loaded_states: list[Mapping[str, Any]] = []
         self._buckets: dict[tuple[str, ...], BucketState] = {}
-        self._settings: dict[
-            tuple[str, ...], Mapping[str, Any]
-        ] = {}  # loaded regions of buckets that were not used yet
+        self._settings: dict[tuple[str, ...], Mapping[str, Any]] = {}  # loaded, of buckets that were not used yet
         self._step = 0  # the most steps of any former bucket: a new one continues the schedules
 
     def bucket(self, names: Sequence[str], numels: Sequence[int]) -> BucketState:
@@ -360,12 +355,6 @@ class BucketStates:
 
     def _own(self, states: Sequence[Mapping[str, Any]]) -> tuple[list[Mapping[str, Any]], bool]:
         """The states that become this rank's, and whether the world size is the old one."""
-        for state in states:
-            if state.get("version") != VERSION:
-                raise ValueError(
-                    f"the sparse state has version {state.get('version')}, and this anabranch reads version {VERSION}: "
-                    "load it with the anabranch that wrote it"
-                )
         old = {state["rank"]: state for state in states}
         sizes = sorted({state["world_size"] for state in states})
         if len(sizes) != 1:

@@ -313,10 +313,8 @@ def keep_rounding_error(
 
 
 @triton.jit(do_not_specialize=SIZES)
-def record_step(
-    heads, sent, threshold_bias, threshold, offered, applied, rank, memory, ranks, row_words, rows: tl.constexpr
-):
-    """Record a finished step, as ``phases.record_step`` does."""
+def record_step(heads, sent, threshold_bias, offered, applied, rank, memory, ranks, row_words, rows: tl.constexpr):
+    """Record a finished step, as ``BucketState.record_step`` does."""
     row = tl.arange(0, rows)
     inside = row < ranks
     at = row.to(tl.int64) * row_words
@@ -329,6 +327,5 @@ def record_step(
     moves = (tl.sum((votes & (row == rank)).to(tl.int32)) > 0) & (tl.min(counts) >= 0)
     old = tl.load(threshold_bias)
     tl.store(threshold_bias, tl.where(moves, memory * old + (1 - memory) * (mean - own), old))
-    tl.store(threshold, tl.exp(tl.sum(logs) / ranks))
     tl.store(applied, tl.sum(tl.maximum(counts, 0)))
     tl.store(offered, tl.sum(tl.load(sent + at, mask=inside, other=0) & MAGNITUDE))

@@ -174,7 +174,7 @@ class TritonStep:
                 heads, own, self.rounding_error, start, state.residual, **on_pairs
             )
         kernels.record_step[(1,)](
-            heads, sent_heads, state.threshold_bias, state.global_threshold, state.offered, state.applied,
+            heads, sent_heads, state.threshold_bias, state.offered, state.applied,
             self.rank, thresholds.BIAS_MEMORY, **common, num_warps=1,
         )  # fmt: skip
 
