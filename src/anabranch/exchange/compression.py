@@ -11,7 +11,6 @@ from anabranch.exchange.communicator import Communicators
 from anabranch.exchange.contracts import DTYPES, Collective, Group
 from anabranch.exchange.dense import DenseExchanges, dense
 from anabranch.exchange.quantised.exchange import QuantisedExchanges, options_by_kind, sent_dense
-from anabranch.exchange.residuals.momentum import Momentum
 from anabranch.exchange.residuals.store import NO_PARAMETERS, Applied, Residuals
 from anabranch.exchange.sparse.oktopk import OkTopkExchanges
 from anabranch.exchange.sparse.oktopk import probe_of as sparse_probe_of
@@ -114,7 +113,7 @@ def collectives_for(
         applied,
         frozen,
         warmup_steps=options.warmup_steps if sparse else 0,
-        momentum=Momentum(options.momentum),
+        momentum=options.momentum,
         skipped=skipped,
         form=form,
     )

@@ -68,9 +68,7 @@ class QuantisedExchanges(ExchangeFamily):
     """
 
     def __init__(
-        self,
-        given: Sequence[Quantised] = (),
-        residual_of: Callable[[Bucket, torch.Tensor], BucketState] | None = None,
+        self, given: Sequence[Quantised] = (), residual_of: Callable[[Bucket, torch.Tensor], BucketState] | None = None
     ) -> None:
         self.kinds = tuple(one.kind for one in given)
         self._options = options_by_kind(given)

@@ -31,12 +31,7 @@ MAX_SAMPLE_NUMEL = 2**18  # for larger samples torch.topk is faster than one pro
 
 
 def triton_exchange(
-    gradient: torch.Tensor,
-    state: BucketState,
-    comm: Communicator,
-    divisor: float,
-    density: float,
-    options: OkTopk,
+    gradient: torch.Tensor, state: BucketState, comm: Communicator, divisor: float, density: float, options: OkTopk
 ) -> Steps:
     """``oktopk.exchange`` at this density, with the messages of ``fixed_exchange``. Not for deterministic runs."""
     work = TritonStep(gradient, state, comm, Sizes.of(len(gradient), comm.size, density, options))
