@@ -85,11 +85,13 @@ class QuantisedExchanges(ExchangeFamily):
         kind = bucket.collective
         if sent_dense(kind, buffer.dtype):
             return dense(buffer, group, divisor)
-        comm = self._comms[group]
-        if not self._options[kind].keeps_residual:
-            return exchange(buffer, None, comm, divisor, FORMATS[kind])
-        assert self._residual_of is not None  # it is handled
-        return _with_residual(self._residual_of(bucket, buffer), buffer, comm, divisor, FORMATS[kind])
+        residual = None
+        if self._options[kind].keeps_residual:
+            assert self._residual_of is not None  # it is handled
+            state = self._residual_of(bucket, buffer)
+            state.step += 1
+            residual = state.residual
+        return exchange(buffer, residual, self._comms[group], divisor, FORMATS[kind])
 
     def traffic(self, bucket: Bucket, numel: int, dtype: torch.dtype, ranks: int) -> Traffic:
         if sent_dense(bucket.collective, dtype):
@@ -116,10 +118,3 @@ class QuantisedExchanges(ExchangeFamily):
 def sent_dense(kind: str, dtype: torch.dtype) -> bool:
     """Whether a bucket of this kind is sent dense because of its dtype."""
     return kind == BF16 and dtype not in (torch.float32, torch.bfloat16)
-
-
-def _with_residual(
-    state: BucketState, buffer: torch.Tensor, comm: Communicator, divisor: float, form: BlockFormat
-) -> Steps:
-    state.step += 1
-    yield from exchange(buffer, state.residual, comm, divisor, form)

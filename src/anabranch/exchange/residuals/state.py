@@ -57,15 +57,9 @@ class PackedResidual:
     def write(self, values: torch.Tensor, step: int, names: Sequence[str]) -> None:
         """Store these values, rounded, after ``step`` steps of the bucket of these parameters."""
         if len(values):
-            seed = seed_of(self.rank, step, names)
+            text = f"{self.rank} {step} residual {' '.join(names)}"
+            seed: int = unpack("<2i", blake2b(text.encode(), digest_size=8).digest())[0]
             self.message.copy_(steps_for(values).quantise(values, None, 1, self.form, seed))
-
-
-def seed_of(rank: int, step: int, names: Sequence[str]) -> int:
-    """The seed, an int32, of the rounding of a rank's residual in this step, for the bucket of these parameters."""
-    text = f"{rank} {step} residual {' '.join(names)}"
-    seed: int = unpack("<2i", blake2b(text.encode(), digest_size=8).digest())[0]
-    return seed
 
 
 @dataclass

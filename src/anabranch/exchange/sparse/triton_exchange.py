@@ -11,6 +11,8 @@ and which pairs find a slot where there are too few. Until ``finish`` neither gr
 that is poisoned, or breaks off, has nothing to undo.
 """
 
+from typing import Any
+
 import torch
 import triton
 
@@ -93,14 +95,8 @@ class TritonStep:
         if self.sizes.selects_all:
             self.state.local_threshold.zero_()
             return
-        numel, k = len(self.gradient), self.sizes.k
-        wanted = thresholds.sample_numel(numel, k)
-        seen = self._empty_sample(wanted)
-        shift = thresholds.sample_shift(self.state.step)
-        kernels.sample[(len(seen) // PAIRS,)](
-            self.gradient, self.state.residual, seen, shift, numel, wanted, every=wanted == numel, block=PAIRS
-        )
-        kth_magnitude(seen, thresholds.sample_rank(numel, k), self.state.local_threshold)
+        given, found = (self.gradient, self.state.residual), self.state.local_threshold
+        self._sampled_magnitude(kernels.sample, given, len(self.gradient), self.sizes.k, found)
 
     def offer(self) -> None:
         """Pack what passes the local threshold into ``sent``."""
@@ -136,18 +132,21 @@ class TritonStep:
 
     def _owner_threshold(self, sums: torch.Tensor) -> None:
         """The second word of ``part_row`` ← the threshold of this owner's share of k among its sums."""
-        if self.sizes.selects_all:
-            return  # a reset row has 0 there
         numel, share = len(sums), -(-self.sizes.k // self.ranks)
-        if share >= numel:
-            return
-        wanted = thresholds.sample_numel(numel, share)
-        seen = self._empty_sample(wanted)
+        if self.sizes.selects_all or share >= numel:
+            return  # a reset row has 0 there
+        found = self.part_row[1].view(torch.float32)
+        self._sampled_magnitude(kernels.sample_sums, (sums, self.counter), numel, share, found)
+
+    def _sampled_magnitude(
+        self, kernel: Any, given: tuple[torch.Tensor, torch.Tensor], numel: int, k: int, found: torch.Tensor
+    ) -> None:
+        """``found`` ← about the k-th largest of ``numel`` magnitudes, from a sample that ``kernel`` takes of them."""
+        wanted = thresholds.sample_numel(numel, k)
+        seen = torch.empty(triton.cdiv(wanted, CHUNK) * CHUNK, dtype=torch.int32, device=found.device)
         shift = thresholds.sample_shift(self.state.step)
-        kernels.sample_sums[(len(seen) // PAIRS,)](
-            sums, self.counter, seen, shift, numel, wanted, every=wanted == numel, block=PAIRS
-        )
-        kth_magnitude(seen, thresholds.sample_rank(numel, share), self.part_row[1].view(torch.float32))
+        kernel[(len(seen) // PAIRS,)](*given, seen, shift, numel, wanted, every=wanted == numel, block=PAIRS)
+        kth_magnitude(seen, thresholds.sample_rank(numel, k), found)
 
     def finish(self, everyone: torch.Tensor, divisor: float) -> None:
         """Write gradient and residual after the step, and record the step in the state."""
@@ -172,10 +171,6 @@ class TritonStep:
             heads, sent_heads, state.threshold_bias, state.offered, state.applied,
             self.rank, thresholds.BIAS_MEMORY, **common, num_warps=1,
         )  # fmt: skip
-
-    def _empty_sample(self, wanted: int) -> torch.Tensor:
-        """Memory for a sample of ``wanted`` values, rounded up to whole chunks."""
-        return torch.empty(triton.cdiv(wanted, CHUNK) * CHUNK, dtype=torch.int32, device=self.gradient.device)
 
     @property
     def _grid(self) -> tuple[int, int]:
