@@ -55,7 +55,7 @@ class Residuals:
         self._momentum = momentum
         self.keeps: Callable[[str], bool] = keeps or (lambda _: False)
         self.keeps_any = keeps is not None  # if so, ``on_step_end`` must be called after every step
-        self._skipped = skipped or self._any_not_finite
+        self._skipped = skipped or (lambda: not _gradients_finite(parameters))
         self._parameters = parameters
         self._numels = {name: parameter.numel() for name, parameter in parameters.items()}
         self._known_numels = {name: parameter.numel() for name, parameter in {**parameters, **frozen}.items()}
@@ -179,10 +179,6 @@ class Residuals:
         self._states.clear()
         self._exchanged = []
 
-    def _any_not_finite(self) -> bool:
-        gradients = [p.grad for p in self._parameters.values() if p.grad is not None]
-        return bool(gradients) and not bool(all_finite(*gradients))
-
     def _order(self, name: str) -> list[int]:
         """The strides of a parameter and of its residual; empty if it is row-major, or a stand-in without memory."""
         parameter = self._parameters[name]
@@ -222,7 +218,8 @@ class ResidualFlush:
         self._states = states
         self._parameters = parameters
         self._averaged = averaged
-        self._applied = applied or self._if_finite
+        # Without ``applied`` all or none: an optimizer's step is skipped as a whole if any gradient is not finite.
+        self._applied = applied or (lambda names: names if _gradients_finite(parameters) else ())
         self._handles: list[RemovableHandle] = []
 
     def send_all_but(self, names: Collection[str]) -> None:
@@ -274,7 +271,6 @@ class ResidualFlush:
         self._states.end_flush(self._applied(self._states.flushing))
         self.send_all_but(self.kept_names)
 
-    def _if_finite(self, names: Collection[str]) -> Collection[str]:
-        """All names or none: the optimizer's step is skipped as a whole if any gradient is not finite."""
-        gradients = [p.grad for p in self._parameters.values() if p.grad is not None]
-        return names if bool(all_finite(*gradients)) else ()
+
+def _gradients_finite(parameters: Mapping[str, torch.Tensor]) -> bool:
+    return bool(all_finite(*(p.grad for p in parameters.values() if p.grad is not None)))
