@@ -33,7 +33,7 @@ from anabranch.exchange.compression import (
 from anabranch.exchange.groups import USE_A_TORCH_GROUP, is_in_python, no_clone_reason
 from anabranch.exchange.model_parameters import model_parts
 from anabranch.exchange.residuals.momentum import check_shareable, share_momentum
-from anabranch.tuning.options import Planner, TuningOptions, timeline_path, write_timeline
+from anabranch.tuning.options import Planner, TuningOptions
 from anabranch.tuning.policy import DEFAULT_POLICY, TuningPolicy, check_policy
 from anabranch.tuning.tuned_model import CLOSED, Tuned
 from anabranch.tuning.tuner import Agree
@@ -127,7 +127,6 @@ class DataParallel(Tuned, ExtensibleDDP):
             key = [*settings, *of_ddp]
             self._plan_buckets(tuning, policy, self._make_collectives(compress), key, agree_later)
             return
-        write_timeline(None, timeline_path(self.process_group.rank()), self._no_plan_reason)
         if alone:
             self._collectives = self._make_collectives(compress)
             replace(tuning, kinds=self._collectives.kinds).check_plan_fits(reduced_parameters(self), self._collectives)

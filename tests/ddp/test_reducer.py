@@ -1,6 +1,9 @@
 """Layouts of a live DDP: any partition, exactly, from the next step on, many times in a row, in every mode."""
 
 import random
+import signal
+import threading
+import time
 import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -283,3 +286,49 @@ def test_a_reduction_is_seen_once() -> None:
     modes = ["plain", "unused", "static", "views", "odd", "one parameter"]
     for mode, counts in cases_on_ranks({mode: (seen_reductions, mode) for mode in modes}, 2).items():
         assert counts == [[1, 2, 3, 4, 5, 5]] * 2, mode
+
+
+class SignalError(Exception):
+    """What a signal handler of a program raises."""
+
+
+def signal_in_backward(rank: int) -> list[str]:
+    """Where a signal's exception is raised that arrives while backward runs in C++ and its end is awaited."""
+
+    def interrupt(number: int, frame: object) -> None:
+        raise SignalError
+
+    signal.signal(signal.SIGUSR1, interrupt)
+    main = threading.get_ident()
+    outcomes = []
+    for attempt in range(4):
+        model = DistributedDataParallel(nn.Sequential(*(nn.Linear(512, 512) for _ in range(8))))
+        begun, sent = threading.Event(), threading.Event()
+
+        def send(begun: threading.Event = begun, sent: threading.Event = sent) -> None:
+            begun.wait()
+            time.sleep(0.01)  # now backward is in C++, if the machine is quick enough
+            signal.pthread_kill(main, signal.SIGUSR1)
+            sent.set()
+
+        sender = threading.Thread(target=send)
+        sender.start()
+        ends: list[int] = []
+        outcome = "lost"
+        try:
+            output = model(torch.ones(512, 512) * attempt)
+            output.register_hook(lambda _, begun=begun: begun.set())
+            reduction = Reduction(model, lambda ends=ends: ends.append(1))  # type: ignore[misc]
+            output.square().mean().backward()
+            sent.wait()
+        except SignalError:
+            outcome = "raised"
+        assert reduction.over, "a step ends on all ranks"
+        sender.join()
+        outcomes.append(outcome)
+    return outcomes
+
+
+def test_a_signal_in_backward_is_raised() -> None:
+    """Python drops what is raised in callbacks of weak references, so no code of ours runs there."""
+    assert on_ranks(signal_in_backward, 2) == [["raised"] * 4] * 2

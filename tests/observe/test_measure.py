@@ -89,7 +89,6 @@ def test_one_lane_and_a_largest_message_that_is_too_small_to_matter() -> None:
 def sharded_collectives(rank: int) -> dict[str, Any]:
     """Three ranks, so that no power of two is a whole number of shares."""
     everyone = groups(1)
-    assert module.unsupported(module.SHARDED, everyone[0], CPU) == {}
     collectives = {**module.JUST_DENSE, **module.SHARDED}
     return facts_of(quietly(everyone, CPU, largest_nbytes=1 << 16, budget_s=0.1, collectives=collectives))
 
@@ -116,25 +115,6 @@ def test_what_is_timed_is_what_it_is_called() -> None:
     for rank, (gathered, scattered) in enumerate(on_ranks(gathered_and_scattered, 3)):
         assert gathered == [1, 1, 2, 2, 3, 3]
         assert scattered == [3 * 2 * rank, 3 * (2 * rank + 1)]
-
-
-def missing_and_broken(rank: int) -> list[str]:
-    everyone = groups(1)[0]
-
-    def missing(*_: Any) -> Any:
-        raise RuntimeError("ProcessGroupGloo does not support reduce_scatter")
-
-    def broken(*_: Any) -> Any:
-        raise RuntimeError("Connection reset by peer")
-
-    told = module.unsupported({"reduce_scatter": missing}, everyone, CPU)
-    with pytest.raises(RuntimeError, match="Connection reset"):
-        module.unsupported({"all_gather": broken}, everyone, CPU)
-    return [f"{name}: {why}" for name, why in told.items()]
-
-
-def test_a_collective_that_the_backend_lacks_is_told_from_a_broken_network() -> None:
-    assert on_ranks(missing_and_broken, 2) == [["reduce_scatter: ProcessGroupGloo does not support reduce_scatter"]] * 2
 
 
 def test_sizes_of_whole_shares() -> None:

@@ -1,25 +1,16 @@
-"""ANABRANCH=off and ANABRANCH_TRACE=file: switches without code, of which rank 0's count."""
+"""ANABRANCH=off: a switch without code, of which rank 0's counts."""
 
+import logging
 import os
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from anabranch import DataParallel, Lean, Network, OkTopk, Timeline, load
-from anabranch.tuning.options import timeline_path
-from parallel.twins import SCENARIOS, different, dtypes_of, mlp, plain_train, scatter, scattered, sgd
+from anabranch import DataParallel, Lean, OkTopk
+from parallel.twins import different, dtypes_of, mlp, plain_train, scatter, sgd
 from ranks import on_ranks
-
-SEARCHING: dict[str, Any] = {
-    "planner": scattered,
-    "network": Network.ring(2, 1e-5, 1e-9),
-    "profile_steps": 2,
-    "policy": SCENARIOS["keeps the plan"],
-    "cache": False,
-}
 
 
 def turned_off(rank: int, init_sync: bool) -> dict[str, Any]:
@@ -81,45 +72,15 @@ def test_a_misspelt_switch_is_an_error_on_all_ranks() -> None:
         assert said == "the environment variable ANABRANCH is 'of' on rank 0: expected off, or on"
 
 
-def traced(rank: int, path: str, steps: int, planned: bool) -> str:
-    os.environ["ANABRANCH_TRACE"] = path
-    model = DataParallel(mlp(), **(SEARCHING if planned else {"profile_steps": 0}))
-    for step in range(steps):
-        plain_train(model, sgd(model), step)
-    plan = model.plan
-    model.close()
-    return "" if plan is None else plan.fingerprint
+def retired(rank: int) -> list[str]:
+    os.environ["ANABRANCH_TRACE"] = "steps.json"
+    said: list[str] = []
+    logging.getLogger("anabranch").addHandler(handler := logging.Handler())
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    DataParallel(mlp())
+    return said
 
 
-def test_the_timeline_of_the_choice_is_written(tmp_path: Path) -> None:
-    path = tmp_path / "steps.json"
-    path.write_text("an older one")
-    fingerprints = on_ranks(traced, 2, str(path), 30, True)
-    assert all(fingerprints)
-    timeline = load(path)
-    assert isinstance(timeline, Timeline) and timeline.meta["source"] == "measured"
-    assert {"forward", "backward"} < {span.name for span in timeline.spans} and timeline.iteration_s > 0
-
-
-def test_a_short_training_writes_its_profiled_steps(tmp_path: Path) -> None:
-    path = tmp_path / "steps.json"
-    on_ranks(traced, 2, str(path), 7, True)
-    timeline = load(path)
-    assert isinstance(timeline, Timeline)
-    assert "exposed communication" in {span.name for span in timeline.spans}
-
-
-def test_without_planning_nothing_is_written(tmp_path: Path) -> None:
-    path = tmp_path / "steps.json"
-    assert on_ranks(traced, 2, str(path), 3, False) == ["", ""]
-    assert not path.exists()
-
-
-def test_a_folder_that_is_not_there_does_not_stop_the_training(tmp_path: Path) -> None:
-    assert all(on_ranks(traced, 2, str(tmp_path / "none" / "steps.json"), 30, True))
-
-
-def test_only_rank_0_writes() -> None:
-    assert timeline_path(0, {"ANABRANCH_TRACE": "a.json"}) == Path("a.json")
-    assert timeline_path(1, {"ANABRANCH_TRACE": "a.json"}) is None
-    assert timeline_path(0, {}) is None
+def test_a_retired_switch_says_what_to_use() -> None:
+    (said,) = on_ranks(retired, 1)
+    assert "anabranch: ANABRANCH_TRACE is retired: anabranch.save(model.timeline, path) writes the same file" in said

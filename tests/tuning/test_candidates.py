@@ -10,9 +10,10 @@ import torch.distributed as dist
 
 from anabranch import Bucket, Curve, Network, Plan, TensorSpec, Trace
 from anabranch import planning as planners
+from anabranch.planning.simulator import lower_bound_s
 from anabranch.tuning.candidates import MIXED, BackgroundPlanner, Candidates, candidates
 from anabranch.tuning.options import TuningOptions
-from anabranch.tuning.predictions import lower_bound_step_s, predicted_s
+from anabranch.tuning.predictions import predicted_s
 from ranks import on_ranks
 
 TRACE = Trace(tuple(TensorSpec(f"t{i}", 1 << 16, 4, 1e-3 * (i + 1), "float32") for i in range(12)), 5e-3)
@@ -134,7 +135,7 @@ def test_a_planner_of_ones_own() -> None:
 def test_no_plan_means_ddps_own_buckets_and_none_beats_the_bound() -> None:
     stock = planners.by_bytes(TRACE, SHARED)
     assert predicted_s(TRACE, None, SHARED) == predicted_s(TRACE, stock, SHARED)
-    assert lower_bound_step_s(TRACE, SHARED) <= predicted_s(TRACE, planners.optimal(TRACE, SHARED), SHARED)
+    assert TRACE.forward_s + lower_bound_s(TRACE, SHARED) <= predicted_s(TRACE, planners.optimal(TRACE, SHARED), SHARED)
 
 
 def test_labels_say_how_often_the_network_was_corrected() -> None:

@@ -45,6 +45,11 @@ def test_computing_that_is_faster_than_recorded_is_said() -> None:
     assert "recorded" not in explanation(replace(NOTHING, trace=TRACE))
 
 
+def test_texts_of_a_network_from_a_file_control_no_terminal() -> None:
+    network = replace(NETWORK, meta={"refined": "\x1b]0;title\x07"})
+    assert r"Corrected by live steps: \x1b]0;title\x07." in explanation(replace(NOTHING, network=network))
+
+
 def test_the_reason_for_exposed_time_is_the_slower_of_wire_and_backward() -> None:
     slow = explanation(replace(NOTHING, trace=TRACE, network=ab.Network.linear(2, 1e-3, 1e-6)))
     fast = explanation(replace(NOTHING, trace=TRACE, network=ab.Network.linear(2, 1e-3, 1e-9)))

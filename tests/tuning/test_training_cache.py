@@ -19,8 +19,9 @@ from anabranch.exchange.quantised.exchange import QuantisedExchanges
 from anabranch.observe import environment
 from anabranch.tools.lab import environment as lab_environment
 from anabranch.tuning.options import TuningOptions
-from anabranch.tuning.plan_cache import CachedChoice, CacheKey, PlanCache
-from anabranch.tuning.training_cache import TrainingCache, agree_on_cached, hardware_lines, key_lines, version_lines
+from anabranch.tuning.plan_cache import CachedChoice
+from anabranch.tuning.training_cache import TrainingCache, hardware_lines, key_lines, version_lines
+from anabranch.tuning.trial import StepTimes, Trial
 from parallel.twins import batch, mlp
 from ranks import on_ranks
 
@@ -50,10 +51,12 @@ def cache_of(
     return TrainingCache(replace(options, cache=folder), settings, model, parameters, collectives, dist.group.WORLD)
 
 
-def keep(cache: TrainingCache, choice: CachedChoice) -> None:
-    cache.write(
-        choice.label, choice.plan, [choice.step_s] * 3, choice.default_step_s, choice.network, choice.trace, None
-    )
+def keep(cache: TrainingCache, choice: CachedChoice, **changes: Any) -> None:
+    """Have the cache keep this choice, or one with another label, plan, steps or step under DDP's own buckets."""
+    given = {"label": choice.label, "plan": choice.plan, "steps_s": [choice.step_s] * 3, "own_s": choice.default_step_s}
+    given |= changes
+    steps = tuple(StepTimes(seconds, 0.0, 0.0) for seconds in given["steps_s"])
+    cache.write(Trial(given["label"], given["plan"], steps), given["own_s"], choice.network, choice.trace, None)
 
 
 class Lines(logging.Handler):
@@ -234,7 +237,7 @@ def test_ranks_agree_on_what_rank_0_reads(tmp_path: Path) -> None:
         assert label is None and says in line and str(tmp_path) in line and second[case] == [None, []], case
     assert first["refused by one"] == [True, []]
     refused, (line,) = second["refused by one"]
-    assert refused and "on rank 1: not on this rank" in line, "what one rank cannot run no rank runs"
+    assert refused and "on rank 1: its plan needs 1 lanes" in line, "what one rank cannot run no rank runs"
 
 
 def evidence(rank: int, folder: str) -> list[Any]:
@@ -242,30 +245,25 @@ def evidence(rank: int, folder: str) -> list[Any]:
     assert dist.group.WORLD is not None
     lines, model = Lines(), mlp()
     cache, choice = cache_of(model, folder), choice_for(model, 1)
-    cache.write("too early", choice.plan, [1.0], 2.0, choice.network, choice.trace, None)
+    keep(cache, choice, label="too early", steps_s=[1.0], own_s=2.0)
     assert cache.read(dist.group.WORLD, 2) is None
     for steps_s, default_step_s in (([], 1.0), ([0.0], 1.0), ([float("nan")], 1.0), ([1.0], 0.0), ([1.0], -1.0)):
-        cache.write("nothing", choice.plan, steps_s, default_step_s, choice.network, choice.trace, None)
-    cache.write("other gradients", choice_for(mlp(2), 1).plan, [1.0], 1.0, choice.network, choice.trace, None)
+        keep(cache, choice, label="nothing", steps_s=steps_s, own_s=default_step_s)
+    keep(cache, choice, label="other gradients", plan=choice_for(mlp(2), 1).plan, steps_s=[1.0], own_s=1.0)
     assert len(lines.found) == 6 and cache.read(dist.group.WORLD, 2) is None
-    cache.write("kept", choice.plan, [3.0, 1.0, 2.0, 5.0, 4.0], 6.0, choice.network, choice.trace, None)
+    keep(cache, choice, label="kept", steps_s=[3.0, 1.0, 2.0, 5.0, 4.0], own_s=6.0)
     found = cache.read(dist.group.WORLD, 2)
     assert found is not None and found.trace == choice.trace
     return [found.label, found.step_s, found.spread_s, found.gain]
 
 
 def refused_by_one(rank: int, folder: str) -> list[Any]:
+    """The choice needs one lane more than rank 1 may have."""
     assert dist.group.WORLD is not None
-    lines, key = Lines(), CacheKey("Net", "", (), ())
-    if rank == 0:
-        PlanCache(folder).write(key, choice_for(mlp(), 2))
-
-    def check(choice: CachedChoice) -> None:
-        if rank == 1:
-            raise ab.PlanError("not on this rank")
-
-    found = agree_on_cached(PlanCache(folder), key, check, dist.group.WORLD)
-    return [found is None, lines.ended()]
+    lines, cache = Lines(), cache_of(mlp(), folder)
+    assert cache.read(dist.group.WORLD, 1) is None
+    keep(cache, choice_for(mlp(), 2))
+    return [cache.read(dist.group.WORLD, 1 - rank) is None, lines.ended()]
 
 
 # ------------------------------------------------------------------------------------------------------- wrappers

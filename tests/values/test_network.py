@@ -139,20 +139,6 @@ def test_frozen_slotted_hashable() -> None:
     assert hash(Network.ring(4, 1, 1)) == hash(network)
 
 
-def test_bus_bandwidth_is_that_of_nccl_tests() -> None:
-    """A ring without latency moves every byte at the rate of its links, whatever the number of ranks."""
-    for ranks in (2, 8, 1024):
-        network = Network.ring(ranks, 0.0, 1e-9)
-        assert network.bus_bytes_per_s("dense", 1 << 20) == pytest.approx(1e9)
-    points = [(1 << 10, 1e-3), (1 << 20, 2e-3)]
-    network = Network.measured(4, {"dense": points, "all_gather": points, "reduce_scatter": points, "bf16": points})
-    assert network.bus_bytes_per_s("dense", 1 << 20) == pytest.approx(1.5 * (1 << 20) / 2e-3)
-    for kind in ("all_gather", "reduce_scatter"):
-        assert network.bus_bytes_per_s(kind, 1 << 20) == pytest.approx(0.75 * (1 << 20) / 2e-3)
-    assert network.bus_bytes_per_s("bf16", 1 << 20) is None
-    assert Network.ring(4, 0, 0).bus_bytes_per_s("dense", 1) is None
-
-
 def test_delays_go_along_to_another_number_of_ranks_and_are_times() -> None:
     for network in (Network.ring(4, 1e-5, 1e-9), Network.linear(4, 1e-4, 1e-9)):
         slow = replace(network, delays={"int8": 0.25})

@@ -124,14 +124,14 @@ class DdpLayout:
         self._build(self._planned_buckets, PlanHook(launcher, self._send_buffers).run)
 
     def _build(self, buckets: BucketIndices | None, hook: Hook | None) -> None:
-        self._reduction = None  # the reducer that held it is replaced
+        self._reduction = None  # before the reducer that holds it is replaced
         with trained_only(self._ddp.module, self._wrapped.values()):  # as DDP, which does not follow later changes
             relayout(self._ddp, buckets, hook)
         self._hook = hook
         self._strides = self._watched.stride()
 
     def close(self) -> None:
-        self._reduction = None
+        self._reduction = None  # before the reducer is freed
         if self._buffers is not None:
             self._buffers.close()
 
@@ -180,8 +180,7 @@ class DdpLayout:
 
     def _reduced(self) -> None:
         ddp = self._ddp_ref()
-        in_backward = torch._C._current_graph_task_id() >= 0  # a reducer that is freed drops its reduction, too
-        if in_backward and ddp is not None and not ddp._inside_join and self._on_averaged is not None:
+        if ddp is not None and not ddp._inside_join and self._on_averaged is not None:
             self._on_averaged()
 
     def _send_buffers(self, lane: Lane) -> None:

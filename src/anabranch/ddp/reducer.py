@@ -9,13 +9,14 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from threading import Lock, get_ident
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.distributed
 from torch import nn
 from torch._C._distributed_c10d import GradBucket
 from torch._compile import _disable_dynamo
+from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel
 
 dist: Any = torch.distributed  # its private names are in no type stub
@@ -207,28 +208,37 @@ def unwrap(ddp: Any) -> None:
     ddp._remove_autograd_hooks()
 
 
-class Reduction:
+class _Token:
+    __slots__ = ("__weakref__",)
+
+
+class Reduction(weakref.ref[_Token]):
     """The next reduction of a DDP's reducer; ``on_end`` is called in backward, when it has averaged all gradients.
 
-    The reducer holds a future until then and drops it, and with it a token whose end calls us. So each reduction is
-    seen once, wherever its gradients come from. ``on_end`` is called under the reducer's lock: it must not use it.
+    The reducer holds a future until then and drops it, and with it a token, whose end queues this weak reference as a
+    callback of autograd. So each reduction is seen once, wherever its gradients come from. Autograd raises what a
+    signal handler raises in ``on_end`` (KeyboardInterrupt). Python would drop it in a weak reference's own callback,
+    so that is a function in C. Drop this object before the reducer, which may be freed where no backward is running.
     """
 
-    def __init__(self, ddp: Any, on_end: Callable[[], None]) -> None:
+    def __new__(cls, ddp: Any, on_end: Callable[[], None]) -> Self:  # noqa: ARG004
         token = _Token()
         held: torch.futures.Future[Any] = torch.futures.Future()
         held.set_result(token)
-        self._token = weakref.ref(token, lambda _: on_end())  # no call if this object is dropped before
         ddp.reducer._install_post_backward_futures([held])
+        return super().__new__(cls, token, Variable._execution_engine.queue_callback)
+
+    def __init__(self, ddp: Any, on_end: Callable[[], None]) -> None:  # noqa: ARG002
+        self._on_end = on_end
 
     @property
     def over(self) -> bool:
         """Whether the reducer has ended it."""
-        return self._token() is None
+        return super().__call__() is None
 
-
-class _Token:
-    __slots__ = ("__weakref__",)
+    def __call__(self) -> None:
+        """Called by autograd, once the reducer has ended it."""
+        self._on_end()
 
 
 def built_by_ddp(ddp: DistributedDataParallel) -> BucketIndices | None:

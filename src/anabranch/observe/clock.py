@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 from threading import Lock, Thread
 from time import perf_counter, sleep
-from typing import Protocol
 
 import torch
 from torch.distributed import Work
@@ -11,63 +10,41 @@ from torch.distributed import Work
 POLLER_TIMEOUT_S = 10.0  # for the poller to see what the device has already finished
 
 
-class Clock(Protocol):
-    """Marks are opaque until ``settle()``; then ``elapsed_s`` gives the seconds from one to another."""
+class HostClock:
+    """The clock for work that runs where it is called: the CPU. Its marks are host times in seconds.
+
+    Marks of any clock are opaque until ``settle()``; then ``elapsed_s`` gives the seconds from one to another.
+    """
 
     def mark(self) -> object:
         """This instant, in the order of the work issued so far."""
-        ...
-
-    def settle(self) -> None:
-        """Wait until every mark taken so far has a time."""
-        ...
-
-    def elapsed_s(self, start: object, end: object) -> float:
-        """Seconds from the mark ``start`` to the mark ``end``, both of this clock."""
-        ...
-
-    def settled(self, mark: object) -> bool:
-        """Whether this mark has a time already."""
-        ...
-
-    def mark_end(self, launched: object, works: list[Work]) -> object:
-        """The end of the last of these works, which run one after another and were launched at ``launched``."""
-        ...
-
-    def elapsed_to_end_s(self, start: object, end: object) -> float | None:
-        """Seconds from the mark ``start`` to an end from ``mark_end``; None if the end was not observed."""
-        ...
-
-    def close(self) -> None:
-        """Stop looking for ends."""
-        ...
-
-
-class HostClock:
-    """The clock for work that runs where it is called: the CPU. Its marks are host times in seconds."""
-
-    def mark(self) -> float:
         return perf_counter()
 
     def settle(self) -> None:
-        """No-op: host marks have their time when they are taken."""
+        """Wait until every mark taken so far has a time. No-op: host marks have theirs when they are taken."""
 
     def elapsed_s(self, start: object, end: object) -> float:
+        """Seconds from the mark ``start`` to the mark ``end``, both of this clock."""
         assert isinstance(start, float) and isinstance(end, float)
         return end - start
 
     def settled(self, mark: object) -> bool:
+        """Whether this mark has a time already."""
         return mark is not None
 
     def mark_end(self, launched: object, works: list[Work]) -> float:  # noqa: ARG002
-        """The host's time now: a host lane has waited for the works before it calls this."""
+        """The end of the last of these works, which run one after another and were launched at ``launched``.
+
+        It is now: a host lane has waited for the works before it calls this.
+        """
         return perf_counter()
 
     def elapsed_to_end_s(self, start: object, end: object) -> float:
+        """Seconds from the mark ``start`` to an end from ``mark_end``; a CudaClock's is None if it was not observed."""
         return self.elapsed_s(start, end)
 
     def close(self) -> None:
-        """No-op: nothing polls for ends."""
+        """Stop looking for ends. No-op: nothing looks for them."""
 
 
 @dataclass(slots=True)
@@ -113,8 +90,7 @@ class CompletionPoller:
 
     def join(self, timeout_s: float) -> None:
         """Wait until all pending works were seen to be complete, but not longer than ``timeout_s``."""
-        thread = self._thread
-        if thread is not None:
+        if (thread := self._thread) is not None:
             thread.join(timeout_s)
 
     def close(self) -> None:
@@ -176,6 +152,9 @@ class CudaClock:
     def close(self) -> None:
         """End the polling thread."""
         self._poller.close()
+
+
+Clock = HostClock | CudaClock
 
 
 def clock_for(device: torch.device) -> Clock:

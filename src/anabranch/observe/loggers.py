@@ -5,10 +5,11 @@ A logger opens its file only when it logs the first step: every rank creates log
 
 import json
 import os
-import sys
 from dataclasses import asdict
 from importlib import import_module
+from math import inf
 from pathlib import Path
+from time import monotonic
 from typing import TYPE_CHECKING, Any, TextIO
 
 from anabranch.observe.metrics import Metrics
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
 MIB = 1 << 20
-PLAIN_EVERY = 100  # steps between lines if the output is no terminal
+PERIOD_S = 5.0  # between two lines of Progress
 CURVES = (
     "measured_s", "predicted_s", "compute_s", "exposed_s", "overlap", "sent_nbytes", "received_nbytes", "density",
     "grad_norm",
@@ -118,42 +119,28 @@ class WandB:
 
 
 class Progress:
-    """One line at the bottom of the terminal with the metrics of the last step; elsewhere a line every 100 steps."""
+    """Prints a line with the metrics of the last step, the first time at once and then every five seconds."""
 
     def __init__(self, total_steps: int | None = None, console: "Console | None" = None) -> None:
         if total_steps is not None and total_steps < 1:
             raise ValueError(f"total_steps is {total_steps}: expected at least 1, or None if it is not known")
         self._total_steps = total_steps
         self._console = console
-        self._live: Any = None
-        self._steps_logged = 0
+        self._next_s = -inf
 
     def log(self, metrics: Metrics) -> None:
-        from rich.console import Console
-        from rich.live import Live
-        from rich.text import Text
+        if (now_s := monotonic()) >= self._next_s:
+            from rich.console import Console
 
-        self._console = self._console or Console(stderr=True)
-        # A stage may quote any text, such as an error: markup and control codes in it must have no effect.
-        summary = step_summary(metrics, self._total_steps)
-        printable = "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in summary)
-        line = Text(printable, no_wrap=True, overflow="ellipsis")
-        if self._console.is_terminal:
-            if self._live is None:
-                # Redirected prints appear above the line. A stdout that goes to a file must not be redirected.
-                redirect = sys.stdout is not None and sys.stdout.isatty()
-                self._live = Live(console=self._console, refresh_per_second=4, redirect_stdout=redirect)
-                self._live.start()
-            self._live.update(line)
-        elif self._steps_logged % PLAIN_EVERY == 0:
-            self._console.print(line, soft_wrap=True)
-        self._steps_logged += 1
+            self._next_s = now_s + PERIOD_S
+            self._console = self._console or Console(stderr=True)
+            # A stage may quote any text, such as an error: markup and control codes in it must have no effect.
+            summary = step_summary(metrics, self._total_steps)
+            printable = "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in summary)
+            self._console.print(printable, markup=False, highlight=False, soft_wrap=True)
 
     def close(self) -> None:
-        """Stop updating the line; it stays on the screen."""
-        if self._live is not None:
-            self._live.stop()
-            self._live = None
+        """No-op: nothing stays open."""
 
 
 def step_summary(metrics: Metrics, total_steps: int | None = None) -> str:

@@ -101,24 +101,6 @@ def measure(
     return agree_on(Network, network, lanes[0])
 
 
-def unsupported(collectives: Mapping[str, Collective], group: Group, device: torch.device) -> dict[str, str]:
-    """The collectives that this group's backend cannot do, each with the error of the backend.
-
-    Collective: tries each once with a small message. An error that does not say "not supported" or "not implemented"
-    is raised: it may be a broken network.
-    """
-    found = {}
-    for name, collective in collectives.items():
-        buffer = torch.zeros(dist.get_world_size(group), device=device)
-        try:
-            drive(collective(buffer, group, 1.0))
-        except (RuntimeError, NotImplementedError) as error:
-            if not any(word in str(error).lower() for word in ("support", "implement")):
-                raise
-            found[name] = str(error).splitlines()[0]
-    return found
-
-
 def drive(steps: Steps) -> None:
     """Run a collective to its end from here; on CUDA, order it on the current stream."""
     for work in steps:

@@ -77,6 +77,7 @@ class _PendingStep(NamedTuple):
 
     context: StepContext
     marks: StepMarks
+    fingerprint: str | None
     traffic: Traffic | None
     grad_norm: torch.Tensor | None
 
@@ -110,7 +111,7 @@ class MetricsFeed(StepObserver):
         self._rank = rank
         self._ranks = ranks
         self._pending: deque[_PendingStep] = deque()
-        self._planned = self._described(None)
+        self._follow(None)
         self._timing = ExitStack()
         if isinstance(self._clock, HostClock):  # on a GPU a thread would have to poll for the ends of buckets
             self._timing.enter_context(timer.bucket_timing())
@@ -118,7 +119,9 @@ class MetricsFeed(StepObserver):
     @_disable_dynamo
     def on_step_end(self, step: StepMarks) -> None:
         context = self._current_step()
-        self._pending.append(_PendingStep(context, step, self._traffic(context.plan), self._grad_norm()))
+        if context.plan is not self._plan:
+            self._follow(context.plan)
+        self._pending.append(_PendingStep(context, step, self._fingerprint, self._traffic(), self._grad_norm()))
         self._log_settled()
 
     def close(self) -> None:
@@ -165,7 +168,7 @@ class MetricsFeed(StepObserver):
             sent_nbytes=sent,
             received_nbytes=received,
             density=density,
-            plan=self._planned_by(plan).fingerprint,
+            plan=done.fingerprint,
             buckets=len(plan) if plan is not None else None,
             lanes=plan.lanes if plan is not None else 1,
             stage=done.context.stage,
@@ -185,47 +188,34 @@ class MetricsFeed(StepObserver):
             return None
         return min(1.0, max(0.0, 1.0 - exposed_s / done.context.communication_s))
 
-    def _traffic(self, plan: Plan | None) -> Traffic | None:
+    def _traffic(self) -> Traffic | None:
         """The traffic of all buckets together; under DDP's own buckets that of a ring all-reduce of all gradients."""
-        sizes = self._planned_by(plan).sizes
-        if plan is None:
-            parts: list[Traffic | None] = [dense_traffic(numel, dtype, self._ranks) for numel, dtype in sizes]
+        if self._plan is None:
+            parts: list[Traffic | None] = [dense_traffic(numel, dtype, self._ranks) for numel, dtype in self._sizes]
         else:
-            traffic = self._bucket_traffic
-            parts = [traffic(bucket, *size, self._ranks) for bucket, size in zip(plan.buckets, sizes, strict=True)]
+            buckets = zip(self._plan.buckets, self._sizes, strict=True)
+            parts = [self._bucket_traffic(bucket, *size, self._ranks) for bucket, size in buckets]
         known = [part for part in parts if part is not None]
-        if len(known) < len(sizes):
+        if len(known) < len(parts):
             return None
-        exchanged = sum(part.density * numel for part, (numel, _) in zip(known, sizes, strict=True))
+        exchanged = sum(part.density * numel for part, (numel, _) in zip(known, self._sizes, strict=True))
         return Traffic(
             sum(part.sent_nbytes for part in known),
             sum(part.received_nbytes for part in known),
-            exchanged / max(1, sum(numel for numel, _ in sizes)),
+            exchanged / max(1, sum(numel for numel, _ in self._sizes)),
         )
 
-    def _planned_by(self, plan: Plan | None) -> "_Planned":
-        """What is logged about a plan: the fingerprint is a hash over all names, so it is computed once per plan."""
-        if self._planned.plan is not plan:
-            self._planned = self._described(plan)
-        return self._planned
+    def _follow(self, plan: Plan | None) -> None:
+        """Note what is logged about a plan, once for each: the fingerprint is a hash over all names.
 
-    def _described(self, plan: Plan | None) -> "_Planned":
+        Under DDP's own buckets, sizes are those of all gradients of each dtype together.
+        """
         parameters = self._parameters
         if plan is not None:
             names = [bucket.names for bucket in plan.buckets]
         else:
             dtypes = {parameter.dtype for parameter in parameters.values()}
             names = [tuple(name for name, p in parameters.items() if p.dtype == dtype) for dtype in dtypes]
-        sizes = [(sum(parameters[n].numel() for n in part), parameters[part[0]].dtype) for part in names]
-        return _Planned(plan, plan.fingerprint[:12] if plan is not None else None, sizes)
-
-
-class _Planned(NamedTuple):
-    """A plan, the first digits of its fingerprint, and the elements and dtype of each bucket.
-
-    Under DDP's own buckets, ``sizes`` are those of all gradients of each dtype together.
-    """
-
-    plan: Plan | None
-    fingerprint: str | None
-    sizes: Sequence[tuple[int, torch.dtype]]
+        self._plan = plan
+        self._fingerprint = plan.fingerprint[:12] if plan is not None else None
+        self._sizes = [(sum(parameters[n].numel() for n in part), parameters[part[0]].dtype) for part in names]

@@ -274,45 +274,41 @@ class StepTimer:
 
 
 class _PassEnd:
-    """Called at the end of a backward pass, and again after DDP's own callback, which waits for communication."""
+    """Called at the end of a backward pass, and again after DDP's own callback, which waits for communication.
 
-    __slots__ = ("__weakref__", "_computed", "_step", "_timer", "graph_task")
+    And once more, after the callback that this one queues: it calls ``gradients_averaged``.
+    """
+
+    __slots__ = ("__weakref__", "_calls", "_step", "_timer", "graph_task")
 
     def __init__(self, timer: StepTimer, step: StepMarks) -> None:
         self.graph_task = torch._C._current_graph_task_id()
         self._timer = timer
         self._step = step
-        self._computed = False
+        self._calls = 0
 
     def __call__(self) -> None:
-        if self._computed:
-            self._timer._pass_ended(self._step)
-            return
-        self._computed = True
-        if self._step.averaged is None:
+        self._calls += 1
+        if self._calls == 1 and self._step.averaged is None:
             self._step.computed = self._timer.clock.mark()
-        Variable._execution_engine.queue_callback(self)
+        if self._calls == 3:
+            self._timer._pass_ended(self._step)
+        else:
+            Variable._execution_engine.queue_callback(self)
 
 
-def tensors_in(output: object) -> list[torch.Tensor]:
+def tensors_in(output: Any) -> list[torch.Tensor]:
     """The tensors in a model's output: in lists, tuples, dicts and dataclasses, at any depth."""
-    return list(_tensors(output))
-
-
-def _tensors(value: Any) -> Iterable[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-        return
-    if isinstance(value, Mapping):
-        parts: Iterable[Any] = value.values()
-    elif isinstance(value, list | tuple):
-        parts = value
-    elif is_dataclass(value) and not isinstance(value, type):
-        parts = [getattr(value, one.name) for one in fields(value)]
-    else:
-        return
-    for part in parts:
-        yield from _tensors(part)
+    if isinstance(output, torch.Tensor):
+        return [output]
+    parts: Iterable[Any] = ()
+    if isinstance(output, Mapping):
+        parts = output.values()
+    elif isinstance(output, list | tuple):
+        parts = output
+    elif is_dataclass(output) and not isinstance(output, type):
+        parts = [getattr(output, one.name) for one in fields(output)]
+    return [tensor for part in parts for tensor in tensors_in(part)]
 
 
 class BucketTimes(NamedTuple):

@@ -4,9 +4,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from anabranch.observe.measure import POOR_SPREAD
+from anabranch.planning.simulator import lower_bound_s
 from anabranch.tuning.decisions import step_noise
-from anabranch.tuning.predictions import lower_bound_step_s, prediction_s, share_of_recorded, unmerged_s
+from anabranch.tuning.predictions import prediction_s, share_of_recorded
 from anabranch.tuning.trial import Trial
+from anabranch.values.files import plain
 from anabranch.values.network import Network
 from anabranch.values.plan import Plan
 from anabranch.values.trace import Trace
@@ -22,10 +24,10 @@ class Findings:
 
     kept            the trial of the layout in force; None before the first choice
     plan            the plan of the next step; None for DDP's own buckets
-    network_note    a sentence that says that the network is emulated; None if it is not
-    exchange_lines  lines about the state of exchanges, such as residuals
+    network_note    says that the network is emulated, if it is
+    exchange_lines  the state of exchanges, such as residuals
     cost            what searching has cost; empty before the first trial
-    graph_lines     lines about the graphs of a compiled model
+    graph_lines     the graphs of a compiled model
     """
 
     stage: str
@@ -76,7 +78,7 @@ def explanation(found: Findings) -> str:
         lines += ["", *_trials(found)]
     if found.plan is not None:
         lines += ["", *_buckets(found.plan, trace, network), *found.exchange_lines]
-    return "\n".join(lines)
+    return "\n".join(map(plain, lines))  # a network or a trace may come from a file
 
 
 def in_short(found: Findings) -> str:
@@ -105,7 +107,7 @@ def in_short(found: Findings) -> str:
 def _exposed_bound(trace: Trace, network: Network) -> str:
     """The least exposed time of any plan on one lane, and its reason."""
     first, last = trace.tensors[0], trace.tensors[-1]
-    least_ms = (lower_bound_step_s(trace, network) - trace.forward_s - trace.backward_s) * 1e3
+    least_ms = (lower_bound_s(trace, network) - trace.backward_s) * 1e3
     reason = (
         f"the last gradient, {last.name}, must still be sent when backward ends"
         if network.allreduce_s(trace.nbytes) < trace.backward_s - first.ready_s
@@ -136,9 +138,6 @@ def _trials(found: Findings) -> list[str]:
             "*" if trial is found.kept else "", trial.label, *shape, predicted, f"{trial.step_s * 1e3:.2f} ms", error,
             f"{trial.exposed_s * 1e3:.2f} ms", f"{first.step_s / trial.step_s:.2f}×", trial.result,
         ))  # fmt: skip
-    if found.network is not None and found.trace is not None:
-        apart_s = unmerged_s(found.trace, found.network)
-        table.append(("", "no merging", str(len(found.trace)), "1", f"{apart_s * 1e3:.2f} ms", "-", "-", "-", "-", ""))
     widths = [max(len(row[column]) for row in table) for column in range(len(table[0]))]
     lines = []
     for row in table:
@@ -163,20 +162,21 @@ def _buckets(plan: Plan, trace: Trace | None, network: Network | None) -> list[s
     ]
     taken_s = dense_s = 0.0
     for index, bucket in enumerate(plan.buckets):
-        members = [tensors[name] for name in bucket.names if name in tensors]
+        kind, members = bucket.collective, [tensors[name] for name in bucket.names if name in tensors]
         nbytes = sum(tensor.nbytes for tensor in members)
-        mib = f"{nbytes / MIB:8.3f}" if members else f"{'-':>8}"
-        ready = f"{max(tensor.ready_s for tensor in members) * 1e3:9.2f}" if members else f"{'-':>9}"
-        costs = f"{'-':>9} {'-':>9}"
-        if members and network is not None and bucket.collective in network.curves:
-            kind = bucket.collective
+        mib = ready = takes = dense = "-"
+        if members:
+            mib, ready = f"{nbytes / MIB:.3f}", f"{max(tensor.ready_s for tensor in members) * 1e3:.2f}"
+        if members and network is not None and kind in network.curves:
             seconds = network.seconds(kind, sum(tensor.cost_nbytes(kind) for tensor in members))
             plain_s = network.seconds("dense", nbytes)
-            costs = f"{seconds * 1e3:9.2f} {plain_s * 1e3:9.2f}"
-            if bucket.collective != "dense":
+            takes, dense = f"{seconds * 1e3:.2f}", f"{plain_s * 1e3:.2f}"
+            if kind != "dense":
                 taken_s, dense_s = taken_s + seconds, dense_s + plain_s
-        route = f"{index:3d} {bucket.lane:4d} {bucket.collective:11s}"
-        lines.append(f"{route} {mib} {len(bucket.names):9d} {ready} {costs} {bucket.names[-1]}")
+        lines.append(
+            f"{index:3d} {bucket.lane:4d} {kind:11s} {mib:>8} {len(bucket.names):9d} {ready:>9} {takes:>9} {dense:>9} "
+            f"{bucket.names[-1]}"
+        )
     if dense_s > 0:
         compressed = sum(bucket.collective != "dense" for bucket in plan.buckets)
         lines.append(

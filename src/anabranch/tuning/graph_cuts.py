@@ -32,69 +32,49 @@ Parts = Sequence[Sequence[str]]  # names of gradients that leave together, in or
 
 
 class Graphs(Protocol):
-    """The graphs that torch.compile has made of a model."""
+    """The graphs that torch.compile has made of a model. What it has by default fits a model that has none."""
 
     @property
     def parts(self) -> Parts | None:
         """What graphs are cut for; None: as finely as at first."""
-        ...
+        return None
 
     @property
     def can_change(self) -> bool:
         """Whether there is a graph that can be compiled again."""
-        ...
-
-    def cuts_for(self, parts: Parts | None) -> int:
-        """How many cuts there are in all graphs if they are cut for these parts; None: as finely as at first."""
-        ...
-
-    def would_change(self, parts: Parts) -> bool:
-        """Whether ``cut_for`` would have a graph compiled again."""
-        ...
-
-    def cut_for(self, parts: Parts | None) -> None:
-        """Let these gradients leave together, part by part, from the next forward on; None: as finely as at first."""
-        ...
-
-    def settle(self) -> None:
-        """Keep the cuts in force for good."""
-        ...
-
-    def step_ended(self) -> None:
-        """A step has ended: what it took, if something was compiled in it, counts as compiling."""
-        ...
-
-    def note_late(self, what: str) -> None:
-        """All gradients came at the end of backward: remember why, or ``what`` if nobody knows, for explain()."""
-        ...
-
-    def lines(self) -> list[str]:
-        """For explain(): how graphs are cut, and what stands in the way."""
-        ...
-
-
-class NotCompiled:
-    """The graphs of a model that has none: there is nothing to cut, to keep or to say."""
-
-    parts: Parts | None = None
-    can_change = False
+        return False
 
     def cuts_for(self, parts: Parts | None) -> int:  # noqa: ARG002
+        """How many cuts there are in all graphs if they are cut for these parts; None: as finely as at first."""
         return 0
 
     def would_change(self, parts: Parts) -> bool:  # noqa: ARG002
+        """Whether ``cut_for`` would have a graph compiled again."""
         return False
 
-    def cut_for(self, parts: Parts | None) -> None: ...
-    def settle(self) -> None: ...
-    def step_ended(self) -> None: ...
-    def note_late(self, what: str) -> None: ...
+    def cut_for(self, parts: Parts | None) -> None:  # noqa: ARG002
+        """Let these gradients leave together, part by part, from the next forward on; None: as finely as at first."""
+        return
+
+    def settle(self) -> None:
+        """Keep the cuts in force for good."""
+        return
+
+    def step_ended(self) -> None:
+        """A step has ended: what it took, if something was compiled in it, counts as compiling."""
+        return
+
+    def note_late(self, what: str) -> None:  # noqa: ARG002
+        """All gradients came at the end of backward: remember why, or ``what`` if nobody knows, for explain()."""
+        return
 
     def lines(self) -> list[str]:
+        """For explain(): how graphs are cut, and what stands in the way."""
         return []
 
 
-NOT_COMPILED = NotCompiled()
+class NotCompiled(Graphs):
+    """The graphs of a model that has none: there is nothing to cut, to keep or to say."""
 
 
 def parts_of(plan: Plan) -> Parts:

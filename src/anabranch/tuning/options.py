@@ -1,13 +1,12 @@
 """TuningOptions: the arguments of DataParallel that are not DDP's, and the environment variables that it reads.
 
-``ANABRANCH=off`` and ``ANABRANCH_TRACE=steps.json`` need no change of a program. Rank 0's environment counts.
+``ANABRANCH=off`` needs no change of a program. Rank 0's environment counts.
 """
 
 import logging
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
 import torch.distributed as dist
 from torch import nn
@@ -17,17 +16,15 @@ from anabranch.exchange.collectives import Collectives
 from anabranch.exchange.contracts import Group
 from anabranch.planning import PLANNERS
 from anabranch.values.errors import FileError, NetworkError, PlanError
-from anabranch.values.files import load, save
+from anabranch.values.files import load
 from anabranch.values.network import Network
 from anabranch.values.plan import MAX_LANES, Plan
-from anabranch.values.timeline import Timeline
 from anabranch.values.trace import Trace
 
 log = logging.getLogger("anabranch")
 
-SWITCH, TRACE = "ANABRANCH", "ANABRANCH_TRACE"
+SWITCH, RETIRED = "ANABRANCH", "ANABRANCH_TRACE"
 OFF, ON = "off", ("", "on")
-TOO_SHORT = "training ended before a step was timed"
 TURNED_OFF = "ANABRANCH=off turns it off"
 
 Planner = Callable[[Trace, Network], Plan]
@@ -177,28 +174,9 @@ def is_off(group: Group, variables: Mapping[str, str] = os.environ) -> bool:
 
     Raises ValueError on all ranks if it is neither off nor on.
     """
+    if variables.get(RETIRED):
+        log.warning("anabranch: %s is retired: anabranch.save(model.timeline, path) writes the same file", RETIRED)
     value = from_rank_0(variables.get(SWITCH, "").strip().lower().encode(), group).decode()
     if value != OFF and value not in ON:
         raise ValueError(f"the environment variable {SWITCH} is {value!r} on rank 0: expected off, or on")
     return value == OFF
-
-
-def timeline_path(rank: int, variables: Mapping[str, str] = os.environ) -> Path | None:
-    """Where this rank writes its measured timeline: rank 0 to ``ANABRANCH_TRACE``, the others nowhere."""
-    given = variables.get(TRACE, "")
-    return Path(given) if given and rank == 0 else None
-
-
-def write_timeline(timeline: Timeline | None, path: Path | None, missing: str = TOO_SHORT) -> None:
-    """Write it, in place of an older one; what goes wrong is a warning, since other ranks train on.
-
-    ``missing``: why there is no timeline, if there is none.
-    """
-    if path is None:
-        return
-    try:
-        if timeline is None:
-            raise FileError(missing)
-        save(timeline, path, force=True)
-    except (FileError, OSError) as error:
-        log.warning("anabranch: %s=%s was not written: %s", TRACE, path, error)

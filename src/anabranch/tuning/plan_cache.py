@@ -1,7 +1,6 @@
 """The plan cache: what earlier trainings chose, one readable file per training.
 
-A cache must never stop a training. A file that is corrupt, foreign or stale is ignored, and a folder that cannot be
-written stays as it is; each is one line in the log.
+A cache must never stop a training: what is wrong with a file or folder is one line in the log.
 """
 
 import logging
@@ -17,20 +16,10 @@ from pathlib import Path
 from stat import S_ISREG
 from typing import Any, ClassVar
 
+from anabranch.values import files
 from anabranch.values.checks import STRICT, check_positive, check_seconds
 from anabranch.values.errors import FileError, PlanError
-from anabranch.values.files import (
-    VERSION,
-    brief,
-    document_of,
-    json_text,
-    opened,
-    parse_json,
-    read_bytes,
-    refused,
-    validated,
-    write_bytes,
-)
+from anabranch.values.files import brief, opened, refused
 from anabranch.values.network import Network
 from anabranch.values.plan import Plan
 from anabranch.values.trace import Trace
@@ -54,8 +43,7 @@ class CacheKey:
     model      class of the model; the file's name begins with it
     input      a line with the batch
     training   lines that tell one training from another; the file's name ends with their digest
-    versions   lines with the versions of the programs. They are not in the file's name: a new version replaces the
-               file of an old one
+    versions   of the programs, not in the file's name: a new version replaces the file of an old one
     """
 
     __pydantic_config__: ClassVar = STRICT
@@ -66,9 +54,14 @@ class CacheKey:
     versions: tuple[str, ...]
 
     @property
+    def lines(self) -> tuple[str, ...]:
+        """All but the versions."""
+        return self.model, self.input, *self.training
+
+    @property
     def file_name(self) -> str:
         """The name of the file in a cache's folder."""
-        digest = sha256("\n".join((self.model, self.input, *self.training)).encode(errors="replace")).hexdigest()
+        digest = sha256("\n".join(self.lines).encode(errors="replace")).hexdigest()
         return f"{self._safe_model}-{digest[:16]}.json"
 
     @property
@@ -136,13 +129,15 @@ class Entry:
     def text(self) -> bytes:
         """The content of the file; each noun in it is written as in a file of its own."""
         choice = {field.name: getattr(self.choice, field.name) for field in fields(self.choice)}
-        choice |= {name: document_of(choice[name]) for name in NOUNS if choice[name] is not None}
-        return json_text({"format": FORMAT, "version": VERSION, "key": asdict(self.key), "choice": choice}).encode()
+        choice |= {name: files.document_of(choice[name]) for name in NOUNS if choice[name] is not None}
+        return files.json_text(
+            {"format": FORMAT, "version": files.VERSION, "key": asdict(self.key), "choice": choice}
+        ).encode()
 
     @classmethod
     def of(cls, text: bytes, where: str) -> "Entry":
         """The entry in the content of a file; FileError if it holds anything else. ``where`` is named in errors."""
-        return cls.of_fields(opened(parse_json(text, where), where, (FORMAT,))[1], where)
+        return cls.of_fields(opened(files.parse_json(text, where), where, (FORMAT,))[1], where)
 
     @classmethod
     def of_fields(cls, found: Mapping[str, Any], where: str) -> "Entry":
@@ -152,7 +147,7 @@ class Entry:
             nouns = {name: choice[name] for name in NOUNS if choice.get(name) is not None}
             bare = {name: opened(noun, f"{where}: {name}", (name,))[1] for name, noun in nouns.items()}
             content["choice"] = {**choice, **bare}
-        entry: Entry = validated(cls, content, where)
+        entry: Entry = files.validated(cls, content, where)
         return entry
 
     @classmethod
@@ -160,7 +155,7 @@ class Entry:
         """The entry in a file; FileNotFoundError if there is none, FileError or OSError if it cannot be read."""
         if not S_ISREG(path.stat().st_mode):  # reading a pipe would wait for its writer
             raise refused(str(path), "is not a regular file")
-        return cls.of(read_bytes(path), str(path))
+        return cls.of(files.read_bytes(path), str(path))
 
 
 class PlanCache:
@@ -187,7 +182,7 @@ class PlanCache:
         """The newest entry for this key whatever its input, or None; says nothing of files that cannot be used."""
         paths: list[Path] = []
         with suppress(Exception):  # a folder that may not be entered, or a name that none can have
-            paths = sorted(self.folder.glob(key.pattern), key=_changed, reverse=True)
+            paths = sorted(self.folder.glob(key.pattern), key=lambda path: path.lstat().st_mtime, reverse=True)
         for path in paths[:MOST_LOOKED_AT]:
             with suppress(Exception):  # ``read`` will say what is wrong with it
                 entry = Entry.read(path)
@@ -201,7 +196,7 @@ class PlanCache:
         path = self.folder / key.file_name
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            write_bytes(Entry(key, choice).text(), path, force=True)
+            files.write_bytes(Entry(key, choice).text(), path, force=True)
         except Exception as error:  # as above
             log.warning("anabranch: the plan cache cannot keep %s; the next start searches again", _about(path, error))
 
@@ -235,24 +230,12 @@ def default_folder(variables: Mapping[str, str] = os.environ) -> Path | None:
 def _check_key(found: CacheKey, expected: CacheKey, where: str) -> None:
     """FileError unless both keys are the same; it names the first difference."""
     for what, one, other in (
-        ("of another training", _training_lines(found), _training_lines(expected)),
+        ("of another training", found.lines, expected.lines),
         ("stale", found.versions, expected.versions),
     ):
         for theirs, ours in zip_longest(one, other):
             if theirs != ours:
                 raise refused(where, f"is {what}: it has {brief(theirs)}, expected {brief(ours)}")
-
-
-def _changed(path: Path) -> float:
-    """When a file was changed last; 0 if it is gone."""
-    try:
-        return path.stat().st_mtime
-    except OSError:
-        return 0.0
-
-
-def _training_lines(key: CacheKey) -> tuple[str, ...]:
-    return key.model, key.input, *key.training
 
 
 def _about(path: Path, error: Exception) -> str:

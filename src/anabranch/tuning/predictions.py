@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from anabranch import planning as planners
-from anabranch.planning.simulator import finish_s, lower_bound_s
+from anabranch.planning.simulator import finish_s
 from anabranch.values.errors import NetworkError
 from anabranch.values.network import Network
 from anabranch.values.plan import Plan
@@ -12,16 +12,6 @@ from anabranch.values.trace import Trace
 OF_RECORDED = "computing_of_recorded"  # a key of a trace's meta
 LEAST_SHARE = 0.01  # of recorded computing; less, as a file may say, is not believed
 MIN_STRETCH = 0.02  # share of computing by which it must take longer than recorded: less is noise
-
-
-def lower_bound_step_s(trace: Trace, network: Network) -> float:
-    """A lower bound on the time from the start of forward to averaged gradients, for any plan on one lane."""
-    return trace.forward_s + lower_bound_s(trace, network)
-
-
-def unmerged_s(trace: Trace, network: Network) -> float:
-    """Predicted time with every gradient in a message of its own."""
-    return predicted_s(trace, planners.per_tensor(trace, network), network)
 
 
 def prediction_s(trace: Trace, plan: Plan | None, network: Network) -> float | None:

@@ -22,50 +22,40 @@ class Layout(Protocol):
     @property
     def default_label(self) -> str:
         """A name for the buckets that run without a plan."""
-        ...
 
     @property
     def default_plan(self) -> Plan | None:
         """The buckets that run without a plan; None if the layout builds and launches them itself."""
-        ...
 
     def trained(self) -> dict[str, nn.Parameter]:
         """The parameters whose gradients are averaged now, by name."""
-        ...
 
     def report_averaged(self, callback: Callable[[], None]) -> None:
         """Call this from now on whenever all gradients of a step are averaged, inside backward, on every rank."""
-        ...
 
     def may_change(self, averaged: bool) -> bool:
         """Whether buckets may change before this forward; ``averaged``: its gradients will be averaged."""
-        ...
 
     def can_rebuild(self) -> bool:
         """Whether this rank can still build buckets of the parameters that were trained when the model was wrapped.
 
         It can if some were frozen or unfrozen since, on this rank alone: all ranks must change their buckets together.
         """
-        ...
 
     def before_forward(self) -> None:
         """Called before a forward that will be differentiated; raises if the model cannot continue."""
-        ...
 
     def before_change(self) -> None:
         """Called before another plan is used: finish work in progress on the old buckets."""
-        ...
 
     def use(self, launcher: BucketLauncher | None) -> None:
         """Build the buckets of the launcher's plan; None restores the layout's own buckets.
 
         Does not communicate. Every rank calls it before the same forward.
         """
-        ...
 
     def close(self) -> None:
         """Remove hooks."""
-        ...
 
 
 class PlanRunner:
@@ -74,16 +64,11 @@ class PlanRunner:
     group        sends gradients
     after_step   called when the gradients of a step are averaged
 
-    ``stale``: a plan could not be used, because parameters were converted or replaced after the model was wrapped.
+    plan_in_force   the plan of the last step; None for the layout's own buckets
+    stale           a plan could not be used: parameters were converted or replaced after the model was wrapped
     """
 
-    def __init__(
-        self,
-        layout: Layout,
-        group: Group,
-        collectives: Collectives,
-        after_step: Callable[[], None],
-    ) -> None:
+    def __init__(self, layout: Layout, group: Group, collectives: Collectives, after_step: Callable[[], None]) -> None:
         self.layout = layout
         self.parameters = layout.trained()
         self.device = next(iter(self.parameters.values())).device
@@ -94,7 +79,7 @@ class PlanRunner:
         self.launcher: BucketLauncher | None = None
         self._collectives = collectives
         self._checked = False  # whether ranks have compared what they loaded
-        self._in_force: Plan | None = None
+        self.plan_in_force: Plan | None = None
         self._requested: tuple[Plan | None] | None = None  # the plan that the next forward changes to, if any
         if layout.default_plan is not None:
             try:
@@ -108,12 +93,7 @@ class PlanRunner:
     @property
     def plan(self) -> Plan | None:
         """The plan of the next step; None for the layout's own buckets."""
-        return self._in_force if self._requested is None else self._requested[0]
-
-    @property
-    def plan_in_force(self) -> Plan | None:
-        """The plan of the last step; None for the layout's own buckets."""
-        return self._in_force
+        return self._requested[0] if self._requested is not None else self.plan_in_force
 
     @property
     def changes_next(self) -> bool:
@@ -184,7 +164,7 @@ class PlanRunner:
         self.timer.forget_steps()
         buckets = plan if plan is not None else self.layout.default_plan
         launched_now = self.launcher.plan if self.launcher is not None else None
-        self._in_force = plan
+        self.plan_in_force = plan
         if buckets == launched_now:
             return
         self.launcher = None

@@ -3,7 +3,7 @@
 import os
 import platform
 import socket
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
@@ -23,16 +23,14 @@ from anabranch.observe.environment import lab_note, network_note
 from anabranch.observe.recorder import described_input
 from anabranch.tuning.candidates import warm_up_kinds
 from anabranch.tuning.options import TuningOptions
-from anabranch.tuning.plan_cache import CachedChoice, CacheKey, Entry, PlanCache, log, plan_cache
+from anabranch.tuning.plan_cache import CachedChoice, CacheKey, Entry, log, plan_cache
+from anabranch.tuning.trial import Trial
 from anabranch.values.errors import PlanError
 from anabranch.values.files import dumps
 from anabranch.values.kinds.names import DENSE
 from anabranch.values.network import Network
-from anabranch.values.plan import Plan
 from anabranch.values.trace import Trace
 from anabranch.values.version import __version__
-
-Check = Callable[[CachedChoice], None]
 
 
 class TrainingCache:
@@ -60,9 +58,9 @@ class TrainingCache:
         self._parameters = parameters
         self._collectives = collectives
         self._ranks = dist.get_world_size(group)
-        self._backend = dist.get_backend(group)
+        self._training_lines = key_lines(options, self._ranks, dist.get_backend(group))
         self._input: str | None = None
-        self._input_noted = False
+        self._input_noted = False  # the first input may show nothing
         self._newest_input: str | None = None  # the line of its key
         self._key: CacheKey | None = None
         self._hardware: list[str] = []
@@ -78,15 +76,12 @@ class TrainingCache:
 
         A choice that needs more than ``max_lanes`` lanes, or does not fit the parameters, is ignored.
         """
-        self._key = self._complete_key(control)
-        found = agree_on_cached(self._files, self._key, partial(self._check, max_lanes=max_lanes), control)
+        found = self._agreed(control, max_lanes)
         return found.choice if found is not None else None
 
     def read_newest(self, control: Group, max_lanes: int) -> CachedChoice | None:
         """The same before the first forward, when the batch is not known: the newest choice for any batch."""
-        key = self._complete_key(control)
-        check = partial(self._check, max_lanes=max_lanes)
-        found = agree_on_cached(self._files, key, check, control, any_input=True)
+        found = self._agreed(control, max_lanes, any_input=True)
         self._newest_input = found.key.input if found is not None else None
         return found.choice if found is not None else None
 
@@ -99,26 +94,36 @@ class TrainingCache:
     def _input_line(self) -> str:
         return f"input {self._input}"
 
+    def _agreed(self, control: Group, max_lanes: int, any_input: bool = False) -> Entry | None:
+        """The entry that rank 0 reads, if it fits on every rank; ``any_input``: the newest, whatever its input."""
+        key = self._key = self._complete_key(control)
+        check = partial(self._check, max_lanes=max_lanes)
+        entry = None
+        if self._files is not None and any_input:
+            entry = self._files.newest(key, check)
+        elif self._files is not None and (choice := self._files.read(key, check)) is not None:
+            entry = Entry(key, choice)
+        text = from_rank_0(entry.text() if entry is not None else None, control)
+        if not text:
+            return None
+        if (rank := dist.get_rank(control)) != 0:
+            try:
+                entry = Entry.of(text, "the cached plan of rank 0")
+                check(entry.choice)
+            except Exception as error:  # this rank must still take part in the answer
+                log.warning("anabranch: the plan cache ignores the cached plan of rank 0, on rank %d: %s", rank, error)
+                entry = None
+        return entry if true_on_all_ranks(entry is not None, control) else None
+
     def _complete_key(self, control: Group) -> CacheKey:
         device = next(iter(self._parameters.values())).device
         self._hardware = self._hardware or hardware_lines(device, control)
-        return CacheKey(
-            self._module_name,
-            self._input_line,
-            (
-                *key_lines(self._options, self._ranks, self._backend),
-                *self._hardware,
-                *self._settings,
-                *self._model_lines,
-            ),
-            tuple(version_lines(device)),
-        )
+        training = (*self._training_lines, *self._hardware, *self._settings, *self._model_lines)
+        return CacheKey(self._module_name, self._input_line, training, tuple(version_lines(device)))
 
     def write(
         self,
-        label: str,
-        plan: Plan | None,
-        steps_s: Sequence[float],
+        kept: Trial,
         default_step_s: float,
         network: Network | None,
         trace: Trace | None,
@@ -131,21 +136,15 @@ class TrainingCache:
         """
         if self._files is None or self._key is None or network is None or trace is None:
             return
+        today, cuts = datetime.now(UTC).date().isoformat(), tuple(map(tuple, parts)) if parts is not None else None
         try:
-            low_s, step_s, high_s = (float(value) for value in np.percentile(steps_s, [25, 50, 75]))
+            low_s, step_s, high_s = (float(value) for value in np.percentile(kept.steps_s, [25, 50, 75]))
             choice = CachedChoice(
-                label=label,
-                step_s=step_s,
-                spread_s=high_s - low_s,
-                default_step_s=default_step_s,
-                date=datetime.now(UTC).date().isoformat(),
-                plan=plan,
-                network=network,
-                trace=trace,
-                parts=tuple(map(tuple, parts)) if parts is not None else None,
-            )
+                label=kept.label, step_s=step_s, spread_s=high_s - low_s, default_step_s=default_step_s, date=today,
+                plan=kept.plan, network=network, trace=trace, parts=cuts,
+            )  # fmt: skip
         except (ValueError, IndexError) as error:  # on rank 0 alone, so it must not stop this rank
-            log.warning("anabranch: the plan cache cannot keep %s: %s", label, error)
+            log.warning("anabranch: the plan cache cannot keep %s: %s", kept.label, error)
             return
         self._files.write(self._key, choice)
 
@@ -160,40 +159,12 @@ class TrainingCache:
             return
         if choice.plan.lanes > max_lanes:
             raise PlanError(f"its plan needs {choice.plan.lanes} lanes: expected at most {max_lanes}")
-        kinds, collectives = options.kinds, self._collectives
-        while_waiting = (
-            warm_up_kinds(kinds, collectives, self._parameters) if collectives.residuals.warmup_steps else ()
-        )
+        allowed = [DENSE, *options.kinds]
+        if self._collectives.residuals.warmup_steps:
+            allowed += warm_up_kinds(options.kinds, self._collectives, self._parameters)
         for bucket in choice.plan.buckets:
-            if bucket.collective not in (DENSE, *kinds, *while_waiting):
+            if bucket.collective not in allowed:
                 raise PlanError(f"its plan sends gradients by {bucket.collective}, which this training did not ask for")
-
-
-def agree_on_cached(
-    files: PlanCache | None, key: CacheKey, check: Check, control: Group, any_input: bool = False
-) -> Entry | None:
-    """The entry that rank 0 reads for ``key``, on every rank, or None on all of them. Collective.
-
-    ``files`` and ``key`` of other ranks are ignored. ``check`` raises if a choice does not fit; every rank calls it.
-    ``any_input``: the newest entry, whatever the input of its key.
-    """
-    rank = dist.get_rank(control)
-    entry = None
-    if rank == 0 and files is not None and any_input:
-        entry = files.newest(key, check)
-    elif rank == 0 and files is not None and (choice := files.read(key, check)) is not None:
-        entry = Entry(key, choice)
-    text = from_rank_0(entry.text() if entry is not None else None, control)
-    if not text:
-        return None
-    if rank != 0:
-        try:
-            entry = Entry.of(text, "the cached plan of rank 0")
-            check(entry.choice)
-        except Exception as error:  # this rank must still take part in the answer
-            log.warning("anabranch: the plan cache ignores the cached plan of rank 0, on rank %d: %s", rank, error)
-            entry = None
-    return entry if true_on_all_ranks(entry is not None, control) else None
 
 
 def key_lines(options: TuningOptions, ranks: int, backend: str) -> list[str]:

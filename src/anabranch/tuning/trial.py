@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from math import inf
 from statistics import median
 from typing import NamedTuple
 
@@ -102,13 +101,3 @@ class Trial:
             return abs(step.iteration_s - self.step_s) + abs(step.exposed_s - self.exposed_s)
 
         return min(self.detailed, key=distance, default=None)
-
-
-def allowed_loss(best: Trial, trials: Sequence[Trial]) -> float:
-    """The least gain over ``best``, mostly below 0, with which a more faithful plan replaces it.
-
-    It may be a little slower than the fastest of all trials, but not slower than the layout's own buckets.
-    """
-    fastest_s = min(trial.step_s for trial in trials)
-    own_s = min((trial.step_s for trial in trials if trial.plan is None), default=inf)
-    return 1 - min(fastest_s * (1 + PRICE_OF_FIDELITY), own_s) / best.step_s

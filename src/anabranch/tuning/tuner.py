@@ -23,8 +23,8 @@ from anabranch.observe.step_timer import StepContext
 from anabranch.tuning.candidates import may_run
 from anabranch.tuning.decisions import RECENT_WINDOWS, USUAL_WINDOWS, Candidate, drift, drifted
 from anabranch.tuning.explain import Findings
-from anabranch.tuning.graph_cuts import NOT_COMPILED, Graphs, parts_of
-from anabranch.tuning.options import TuningOptions, timeline_path, write_timeline
+from anabranch.tuning.graph_cuts import Graphs, NotCompiled, parts_of
+from anabranch.tuning.options import TuningOptions
 from anabranch.tuning.policy import TuningPolicy
 from anabranch.tuning.runner import Layout, PlanRunner
 from anabranch.tuning.search import FROZEN, Schedule, Search, steps
@@ -70,24 +70,23 @@ class Tuner:
         graphs: Graphs | None = None,
     ) -> None:
         self.collectives = collectives
+        self.runner = PlanRunner(layout, group, collectives, self._step_ended)
         self.kept: Trial | None = None
         self.replan_requested = False
         self._policy = policy
         self._cache = cache
         self._agree_later = agree_later
-        self._graphs = graphs if graphs is not None else NOT_COMPILED
+        self._graphs = graphs or NotCompiled()
         self._search_cost_s = 0.0  # of the last search
         self._patience = 1  # number of the first drift check that may start another search
         self._default_step_s: float | None = None  # the last measured step of the layout's own buckets
         self._first_step_at_s: float | None = None
-        self._timeline_path = timeline_path(group.rank())
-        runner = PlanRunner(layout, group, collectives, self._step_ended)
         try:
-            self.search = Search(runner, collectives, options, policy, self._graphs, model_name)
+            self.search = Search(self.runner, collectives, options, policy, self._graphs, model_name)
             self._schedule = self._tuning()
             self._advance()
         except BaseException:
-            runner.close()
+            self.runner.close()
             raise
 
     # Called by DataParallel.
@@ -109,9 +108,9 @@ class Tuner:
         self.runner.timer.forward_ended(output, averaged)
 
     def hold(self) -> None:
-        """Keep the best layout seen so far and never plan again, from rank 0's next decision on; only its call counts.
+        """Keep the best layout seen so far and never plan again, from rank 0's next decision on.
 
-        The call itself does not communicate and changes nothing, so ranks that do not call it go on with the others.
+        Only rank 0's call counts. It does not communicate.
         """
         self.search.held = True
 
@@ -125,15 +124,8 @@ class Tuner:
             self._schedule.close()
         self.runner.timer.close()
         self.runner.close()
-        if self.kept is None:
-            write_timeline(self.search.best.timeline if self.search.trials else None, self._timeline_path)
 
     # Read by observers and explain().
-
-    @property
-    def runner(self) -> PlanRunner:
-        """Runs the plans of this model, and owns its step timer."""
-        return self.search.runner
 
     @property
     def stage(self) -> str:
@@ -152,22 +144,21 @@ class Tuner:
 
     def current_step(self) -> StepContext:
         """The step that is running, or that ends now."""
-        plan = self.runner.plan_in_force
-        tried = self.kept if self.kept is not None and plan is not None and self.kept.plan == plan else None
-        timeline = tried.timeline if tried is not None else None
+        kept, plan = self.kept, self.runner.plan_in_force
+        timeline = kept.timeline if kept is not None and plan is not None and kept.plan == plan else None
         predicted_s = self.search.network.predicted_s(self.search.trace, plan)
         communication_s = timeline.communication_s if timeline is not None else None
         return StepContext(self.steps_done + 1, plan, self.stage, predicted_s, communication_s)
 
     def findings(self) -> Findings:
         """The results so far."""
-        runner, search = self.runner, self.search
+        runner, search, kept = self.runner, self.search, self.kept
         return Findings(
             stage=self.stage,
-            trace=self.search.trace,
-            network=self.search.network.known,
+            trace=search.trace,
+            network=search.network.known,
             trials=search.trials,
-            kept=self.kept if self.kept is not None and self.kept.plan == runner.plan else None,
+            kept=kept if kept is not None and kept.plan == runner.plan else None,
             plan=runner.plan,
             network_note=network_note() if runner.device.type == "cpu" else None,  # only Gloo is emulated
             exchange_lines=self.collectives.residuals.summary(),
@@ -221,12 +212,10 @@ class Tuner:
     # The schedule.
 
     def _tuning(self) -> Schedule[None]:
-        search = self.search
-        agreed_later = self._agree_later is not None
-        if self._agree_later is not None:
+        search, agree = self.search, self._agree_later
+        if agree is not None:
             yield
-            search.options = self._agree_later(search.options)
-            self._agree_later = None
+            search.options = agree(search.options)
             search.options.check_plan_fits(self.runner.parameters, self.collectives)
         if search.options.no_plan_reason:
             search.stage = f"not planning: {search.options.no_plan_reason}"
@@ -237,7 +226,8 @@ class Tuner:
         if search.options.profile_steps == 0:
             search.stage = f"running {search.default_label}: profile_steps is 0"
             return
-        self._begin_with_newest(may_communicate=not agreed_later)
+        if self._cache is not None and agree is None:
+            self._begin_with_newest(self._cache)
         yield  # the first input shows the batch size, which is a part of the cache's key
         if not (yield from self._run_cached_choice()):
             yield from steps(self._policy.warmup_steps - 1)
@@ -264,16 +254,14 @@ class Tuner:
         self._graphs.cut_for(parts_of(plan))
         yield from steps(self._policy.warmup_steps)
         if search.options.profile_steps:
-            self._keep((yield from search.profiled(GIVEN, plan)))
+            self.kept = yield from search.profiled(GIVEN, plan)
         while not search.held:
             yield from self._watched(self._policy.drift_check_steps)
         search.stage = f"running {GIVEN}, held"
 
-    def _begin_with_newest(self, may_communicate: bool) -> None:
+    def _begin_with_newest(self, cache: TrainingCache) -> None:
         """Run what an earlier training chose from the first step on, in the hope that its batch was the same."""
-        if self._cache is None or not may_communicate:
-            return
-        if cached := self._cache.read_newest(self.control, self.runner.lanes.max_lanes):
+        if cached := cache.read_newest(self.control, self.runner.lanes.max_lanes):
             self._graphs.cut_for(cached.parts)  # at once, and once
             if cached.plan is not None and may_run(cached.plan, self.steps_done, self.collectives):
                 self.runner.use_plan(cached.plan)
@@ -305,8 +293,8 @@ class Tuner:
             self._graphs.settle()
             self._conclude("it was fastest", origin)
             return True
-        was_s, is_s = cached.step_s, now.step_s
-        log.info("anabranch: %s%s: %.2f ms a step, not %.2f: searching", label, origin, is_s * 1e3, was_s * 1e3)
+        was_ms, is_ms = cached.step_s * 1e3, now.step_s * 1e3
+        log.info("anabranch: %s%s: %.2f ms a step, not %.2f: searching", label, origin, is_ms, was_ms)
         self._graphs.cut_for(None)
         self.runner.use_plan(None)
         yield from search.settle()
@@ -395,26 +383,18 @@ class Tuner:
 
     def _conclude(self, reason: str, origin: str = "") -> None:
         """Keep the best layout, which is in force; also for the next start of this training, if this one found it."""
-        search = self.search
-        best = search.best
-        self._keep(best)
+        search, best = self.search, self.search.best
+        self.kept = best
         own_s = [trial.step_s for trial in search.trials if trial.plan is None]
         self._default_step_s = min(own_s, default=self._default_step_s)
         failure, search.failure = search.failure, ""
         settled = not origin and not failure and not best.doubtful
         if self._cache is not None and settled and self._default_step_s is not None:
-            parts, default_s = self._graphs.parts, self._default_step_s
-            self._cache.write(
-                best.label, best.plan, best.steps_s, default_s, self.search.network.known, self.search.trace, parts
-            )
-        search.network.note_error(self.search.trace, best)
+            self._cache.write(best, self._default_step_s, search.network.known, search.trace, self._graphs.parts)
+        search.network.note_error(search.trace, best)
         reason = f"planning failed ({failure})" if failure else reason
         what = f"{search.default_label}: {reason}" if best.plan is None else best.label
         search.stage = f"running {what}{origin}"
         if dist.get_rank(self.control) == 0:
             tried = ", ".join(f"{trial.label} {trial.step_s * 1e3:.2f} ms" for trial in search.trials)
             log.info("anabranch: %s (%s). %s", self.stage, tried, search.budget.summary())
-
-    def _keep(self, trial: Trial) -> None:
-        self.kept = trial
-        write_timeline(trial.timeline, self._timeline_path)

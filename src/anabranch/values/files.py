@@ -221,5 +221,10 @@ def brief(value: object) -> str:
 
 def _harmless(text: str, longest: int) -> str:
     """Text from outside as one line of printable characters."""
-    shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text[: longest + 1])
+    shown = plain(text[: longest + 1])
     return shown if len(shown) <= longest else shown[: longest - 3] + "..."
+
+
+def plain(text: str) -> str:
+    """``text`` with every non-printable character escaped, so that it cannot control a terminal."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)

@@ -54,7 +54,6 @@ class Contention:
 
 
 ALL_GATHER, REDUCE_SCATTER = "all_gather", "reduce_scatter"
-BUS_FACTORS: Mapping[str, float] = {"dense": 2.0, ALL_GATHER: 1.0, REDUCE_SCATTER: 1.0}  # times (n−1)/n for n ranks
 
 FULL_LINK = Contention()  # what is assumed where nothing was measured: one message fills the link
 
@@ -157,18 +156,6 @@ class Network:
     def allreduce_s(self, nbytes: int) -> float:
         """Cost of one dense all-reduce of ``nbytes`` by itself."""
         return self.curves["dense"].seconds(nbytes)
-
-    def bus_bytes_per_s(self, collective: str, nbytes: int) -> float | None:
-        """Bus bandwidth as nccl-tests define it: comparable with the rate of a link, whatever the number of ranks.
-
-        nbytes / seconds · f · (n−1)/n among n ranks, with f = 2 for "dense" (all-reduce) and f = 1 for "all_gather" and
-        "reduce_scatter", whose ``nbytes`` are those of the whole tensor. None for other collectives, and for a message
-        that takes no time.
-        """
-        seconds = self.seconds(collective, nbytes)
-        if collective not in BUS_FACTORS or not seconds:
-            return None
-        return nbytes / seconds * BUS_FACTORS[collective] * (self.world_size - 1) / self.world_size
 
     def at(self, world_size: int) -> Self:
         """The same links with another number of ranks.

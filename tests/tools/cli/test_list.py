@@ -6,7 +6,7 @@ from anabranch.tools.cli import arguments
 from anabranch.tools.cli.main import main
 from anabranch.tools.network_presets import PRESETS
 from anabranch.values.files import bundled_traces
-from tools.cli.nouns import error_of, json_of
+from tools.cli.nouns import json_of
 
 
 def test_everything_listed_can_be_used(capsys: pytest.CaptureFixture[str]) -> None:
@@ -25,12 +25,6 @@ def test_everything_listed_can_be_used(capsys: pytest.CaptureFixture[str]) -> No
         assert network.world_size == 16 and row["source"] and row["spread"]
         costs = row["model"] if "alpha_s" in row["model"] else row["model"]["across"]
         assert costs["alpha_s"] > 0 and costs["beta_s_per_byte"] > 0
-
-
-def test_one_kind_only(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "networks" not in json_of(capsys, "list", "traces")
-    assert "traces" not in json_of(capsys, "list", "networks")
-    assert "bogus" in error_of(capsys, "list", "bogus")
 
 
 def test_tables_name_everything_and_its_source(capsys: pytest.CaptureFixture[str]) -> None:

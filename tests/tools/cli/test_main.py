@@ -104,9 +104,6 @@ def test_a_network_and_a_trace_are_given_once(
 def test_options_behind_a_program_are_its_own(capsys: pytest.CaptureFixture[str]) -> None:
     program = ["missing.py", "--compress", "a", "--compress", "b"]
     assert "missing.py: no such file" in error_of(capsys, "run", "--compress", "int8", *program)
-    assert "--compress is given 2 times" in error_of(
-        capsys, "run", "--compress", "int8", "--compress", "int4", *program
-    )
 
 
 def test_interrupt_is_130(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

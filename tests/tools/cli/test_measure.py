@@ -40,7 +40,6 @@ def test_a_network_among_torchruns_ranks(tmp_path: Path) -> None:
     assert (document["command"], document["world_size"], document["written"]) == ("measure", 2, str(path))
     compressed = {"int8", "oktopk:0.05", "oktopk:0.01:bf16"}  # as plans and prices name them
     assert set(document["collectives"]) == {"dense", *compressed, "all_gather", "reduce_scatter"}
-    assert set(document["bus_bytes_per_s"]) == {"dense", "all_gather", "reduce_scatter"}
     assert document["notes"] == [] or "vary by" in document["notes"][0]
     network = load(path)
     assert isinstance(network, Network) and network.world_size == 2
@@ -48,8 +47,6 @@ def test_a_network_among_torchruns_ranks(tmp_path: Path) -> None:
         assert [point.nbytes for point in network.curves[kind].points] == [1 << k for k in range(10, 18)]
         assert all(point.seconds > 0 for point in network.curves[kind].points)
     assert len(network.contention.slowdowns) == 2
-    largest = document["bus_bytes_per_s"]["dense"][-1]
-    assert largest == {"nbytes": 1 << 17, "bytes_per_s": pytest.approx(network.bus_bytes_per_s("dense", 1 << 17))}
     assert "Error" not in done.stderr and "destroy_process_group" not in done.stderr
 
 

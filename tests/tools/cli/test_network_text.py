@@ -37,7 +37,7 @@ def test_every_example_is_right() -> None:
 WRONG = {
     "ring:": ("part ''", "name=value"),
     "ring:ranks": ("part 'ranks'", "name=value"),
-    "ring:ranks=16,alpha=50us": ("rate and beta", "one of them"),
+    "ring:ranks=16,alpha=50us": ("rate is missing", "or beta"),
     "ring:ranks=16,alpha=50us,rate=1gbit,beta=1": ("both given", "one of them"),
     "ring:ranks=16,alpha=50,rate=10gbit": ("alpha is '50'", "s, ms, us or ns"),
     "ring:ranks=16,alpha=50xs,rate=10gbit": ("alpha is '50xs'", "s, ms, us or ns"),
@@ -50,7 +50,7 @@ WRONG = {
     "ring:ranks=2.5,alpha=1s,rate=1gbit": ("ranks is 2.5", "whole number"),
     "ring:ranks=0,alpha=1s,rate=1gbit": ("ranks is 0", "whole number"),
     "ring:ranks=1e300,alpha=1s,rate=1gbit": ("ranks is 1e+300", "whole number"),
-    "ring:ranks=4,ranks=8,alpha=1s,rate=1gbit": ("ranks is given twice", "once"),
+    "ring:ranks=4,ranks=8,alpha=1s,rate=1gbit": ("part 'ranks=8'", "each name once"),
     "ring:ranks=4,alpha=1s,rate=1gbit,start=3ms": ("unknown part 'start'", "link_cap"),
     "linear:ranks=4,start=1ms": ("s_per_byte is missing", "a number"),
     "two_level:ranks=4,per_node=2,alpha=1s,rate=1gbit": ("inside_alpha is missing", "a time"),

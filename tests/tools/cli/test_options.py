@@ -6,7 +6,7 @@ import pytest
 from typer.main import get_command
 
 from anabranch.tools.cli.main import app
-from anabranch.tools.cli.options import RETIRED, check_retired
+from anabranch.tools.cli.options import RETIRED, check_options
 from tools.cli.nouns import error_of
 
 COMMANDS: dict[str, Any] = get_command(app).commands  # type: ignore[attr-defined]
@@ -39,6 +39,6 @@ def test_retired_options_are_gone_and_say_what_to_use(capsys: pytest.CaptureFixt
 
 
 def test_the_same_option_of_another_command_is_fine() -> None:
-    check_retired([])
-    check_retired(["memory", "--batch-size", "4"])
-    check_retired(["lab", "--rate", "1gbit", "--", "anabranch", "bench"])
+    check_options([])
+    check_options(["memory", "--batch-size", "4"])
+    check_options(["lab", "--rate", "1gbit", "--", "anabranch", "bench"])

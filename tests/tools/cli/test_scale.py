@@ -178,10 +178,10 @@ def test_tables_show_every_planner_and_size(tmp_path: Path, capsys: pytest.Captu
     assert main(argv) == 0
     out = capsys.readouterr().out
     assert all(name in out for name in names.split(",")) and "2,048" in out
-    assert all(title in out for title in ("Iteration, ", "Speed-up", "Efficiency"))
+    assert "Iteration, " in out
     assert main([*argv, "--network", "100ib"]) == 0
     out = capsys.readouterr().out
-    assert "Speed-up" not in out and "100ib: " in out and "100ib is nominal: 5 µs a hop" in out
+    assert "Iteration, " not in out and "100ib: " in out and "100ib is nominal: 5 µs a hop" in out
 
 
 def test_a_plot_is_written_and_not_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -190,7 +190,7 @@ def test_a_plot_is_written_and_not_overwritten(tmp_path: Path, capsys: pytest.Ca
     argv = ["scale", "--trace", trace, "--network", RING, *QUICK, "--plot", str(path)]
     assert json_of(capsys, *argv)["written"] == str(path)
     content = path.read_bytes()
-    assert b'id="scaling-0-0-iteration"' in content
+    assert b'id="scaling-0-0"' in content
     assert "--force" in error_of(capsys, *argv)
     assert path.read_bytes() == content
     assert main([*argv, "--force"]) == 0

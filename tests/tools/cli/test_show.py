@@ -11,9 +11,7 @@ from anabranch.fsdp.planning import Block, ShardedTrace, ShardingPlan, Unit
 from anabranch.fsdp.planning import values as sharding_values
 from anabranch.tools.cli.main import main
 from anabranch.values.files import Noun, dumps
-from tools.cli.nouns import HOSTILE, RING, error_of, json_of, measured, small_trace
-from tools.report.demos import demo
-from tools.report.run_files import as_json, run_folder
+from tools.cli.nouns import HOSTILE, RING, json_of, measured, small_trace
 
 NETWORK = Network.ring(16, 50e-6, 8e-10)
 PLAN = plan(small_trace(), NETWORK, "asc")
@@ -122,31 +120,3 @@ def test_a_broken_sharding_plan_is_refused_by_field(
     path.write_text(json.dumps({"format": "sharding_plan", "version": 1, **content}))
     assert main(["show", str(path)]) == 2
     assert words in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("file", "kind"),
-    [
-        ("metrics.jsonl", "40 lines of a training"), ("losses.jsonl", "40 lines of a training"),
-        ("window.json", "step 4 of 2 ranks"), ("scale.json", "scaling"), ("memory.json", "memory"),
-        ("bench.json", "benchmark"), ("compare.json", "comparison of planners"), ("demo.json", "demo"),
-    ],
-)  # fmt: skip
-def test_what_report_draws_is_sent_there(
-    file: str, kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = run_folder(tmp_path) / file
-    if kind == "demo":
-        path.write_text(json.dumps(as_json(demo())))
-    words = error_of(capsys, "show", str(path))
-    assert words == f"{path}: holds what show does not print ({kind}); draw it with: anabranch report {path}\n"
-
-
-UNREADABLE = ['{"command": "demo"}', '{"step": 1}\n{', '{"step": "one"}\n', "{}", ""]
-
-
-def test_what_report_cannot_read_is_not(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for content in UNREADABLE:
-        path = tmp_path / "demo.json"
-        path.write_text(content)
-        assert "draw it with" not in error_of(capsys, "show", str(path))

@@ -73,6 +73,6 @@ def test_compressed_buckets_are_priced_and_what_is_sent_is_said(
         assert row["end_s"] - row["start_s"] == pytest.approx(took_s)
     assert main(argv) == 0
     out = capsys.readouterr().out
-    assert "sent" in out and "oktopk:0.01" in out
+    assert "sends" in out and "oktopk:0.01" in out
     save(Plan(tuple(replace(bucket, collective="gtopk:0.01") for bucket in mixed)), tmp_path / "other.json")
     assert "no cost for the collective 'gtopk:0.01'" in error_of(capsys, *argv[:-1], str(tmp_path / "other.json"))

@@ -11,7 +11,6 @@ SLOW_S = {
     "auto": 0.08,
 }  # fmt: skip
 FAST_S = {"compute only": 0.02, "DDP": 0.021, "int8": 0.021, "Ok-Topk 1 %": 0.021, "auto": 0.021}
-REPLAYED_S = {"compute only": 0.3, "DDP": 0.4, "DataParallel": 0.32}
 STEPS = 40
 
 
@@ -56,7 +55,6 @@ def demo(
         "benchmark": benchmark(steps_s, link),
         "trainings": trainings,
         "fast": benchmark(FAST_S, "2 hosts, 2 Gbit/s links", planned=False),
-        "replayed": benchmark(REPLAYED_S, "2 hosts, 2 Gbit/s links"),
     }
     return DemoDocument(**{**fields, **changed})
 

@@ -32,16 +32,15 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> str:
     return written_page(folder, folder / "report.html")
 
 
-def test_a_demo_in_five_sections(page: str) -> None:
+def test_a_demo_in_four_sections(page: str) -> None:
     titles = [
-        "1. Your network is the limit", "2. A dense plan, predicted and measured", "3. Compressed: loss over time",
-        "4. What happens on a fast link", "5. At your size",
+        "1. Your network is the limit", "2. Compressed: loss over time", "3. What happens on a fast link",
+        "4. At your size",
     ]  # fmt: skip
     places = [page.index(f">{title}</h2>") for title in titles]
     assert places == sorted(places)
     keys = [figure["key"] for figure in figures(page)]
-    assert keys == ["demo-limit-chart", "demo-dense-chart", "demo-loss-chart", "demo-fast-chart",
-                    "scaling-0-0-iteration", "scaling-0-0-efficiency"]  # fmt: skip
+    assert keys == ["demo-limit-chart", "demo-loss-chart", "demo-fast-chart", "scaling-0-0"]
 
 
 def test_the_page_opens_with_the_headline_and_its_conditions(page: str) -> None:
@@ -53,16 +52,11 @@ def test_the_page_opens_with_the_headline_and_its_conditions(page: str) -> None:
 def test_every_number_of_the_pictures_is_the_documents(page: str) -> None:
     found = demo()
     by_key = {figure["key"]: figure for figure in figures(page)}
-    computing, exposed, predicted, texts = by_key["demo-limit-chart"]["data"]
+    computing, exposed, predicted, _ = by_key["demo-limit-chart"]["data"]
     steps_ms = [1e3 * found.benchmark.row(one.name).step_s for one in found.trainings]
     assert [a + b for a, b in zip(computing["x"], exposed["x"], strict=True)] == pytest.approx(steps_ms)
     assert computing["x"] == pytest.approx([1e3 * SLOW_S["compute only"]] * len(steps_ms))
     assert predicted["x"] == pytest.approx([0.9 * step_ms for step_ms in steps_ms])
-    computing, exposed, predicted, texts = by_key["demo-dense-chart"]["data"]
-    assert computing["x"] == pytest.approx([300, 300]) and exposed["x"] == pytest.approx([100, 20])
-    assert [text.strip() for text in texts["text"]] == ["400 ms", "320 ms"] and predicted["x"] == pytest.approx(
-        [360, 288]
-    )
     curves = {series["name"]: series for series in by_key["demo-loss-chart"]["data"]}
     assert list(curves) == [one.name for one in found.trainings]
     assert all(curves[one.name]["x"] == list(one.elapsed_s) for one in found.trainings)
@@ -80,7 +74,7 @@ def test_what_was_chosen_and_kept_in_memory(page: str) -> None:
 
 def test_a_network_that_is_no_limit(tmp_path: Path) -> None:
     alike = {**dict.fromkeys(SLOW_S, 0.02), "compute only": 0.019}
-    (tmp_path / "demo.json").write_text(json.dumps(demo_document(steps_s=alike, fast=None, replayed=None)))
+    (tmp_path / "demo.json").write_text(json.dumps(demo_document(steps_s=alike, fast=None)))
     page = written_page(tmp_path, tmp_path / "page.html")
     assert "1. The network is not the limit here" in page and "2. Compressed" in page
     assert "Nothing is gained here" in page and "fast link" not in page

@@ -97,10 +97,10 @@ def test_a_folder_with_very_many_files(tmp_path: Path) -> None:
         ('{"command": "compare", "rows": 3}', "write it again with anabranch compare --json"),
         ('{"step": 1}', "neither measured_s nor loss"),
         ('{"step": "1", "loss": 2.0}', "line 1: step"),
-        ('{"step": 1, "loss": NaN}', "no step whose loss is a number"),
-        ('{"step": 1, "lo', "holds no complete step"),
+        ('{"step": 1, "loss": NaN}', "the loss of step 1, which is not a number"),
+        ('{"step": 1, "lo', "no step that can be drawn, but line 1, which is not complete"),
         ('{"step": 1, "loss": 1.0}\nnonsense\n{"step": 2, "loss": 1.0}', "line 2: is not valid JSON"),
-        ('{"step": 1, "loss": 1.0}\n' + '{"st\n' * 3, "lines 2, 3, 4 are not complete"),
+        ('{"step": 1, "loss": 1.0}\n' + '{"st\n' * 3, "3 lines are not complete"),
         ('{"step": 1, "loss": 1.0}\n' + "\n" * MAX_LINES, "500,001 lines: expected 500,000 at most"),
         ('{"step": 1, "loss": 1.0}\n3\n', "line 2: line"),
         ("[" * 100_000, "nested too deeply"),
@@ -149,14 +149,14 @@ def test_a_file_that_is_not_there(tmp_path: Path) -> None:
 
 def test_a_line_that_is_still_being_written_is_left_out() -> None:
     (run,) = lines_of(as_lines(metrics_line(1), metrics_line(2)) + '{"step": 3, "ra')
-    assert [line.step for line in run.lines] == [1, 2] and "not complete" in run.notes[0]
+    assert [line.step for line in run.lines] == [1, 2] and "not complete" in run.note
 
 
 @pytest.mark.parametrize("torn", ['{"step": 3, "ra\n', '{"step": 3, "ra', '{"step": 3, "ra' + "\0" * 9 + "\n"])
 def test_a_line_that_a_crash_has_torn_is_left_out(torn: str) -> None:
     first, second = lines_of(as_lines(metrics_line(1), metrics_line(2)) + torn + as_lines(*map(metrics_line, (1, 2))))
     assert [line.step for line in first.lines] == [1, 2] and [line.step for line in second.lines][-1] == 2
-    assert first.notes == ("in run.jsonl, line 3 is not complete, as after a crash, and left out",)
+    assert first.note == "Left out of run.jsonl: line 3, which is not complete."
     (run,) = lines_of(torn.rstrip("\n") + "\n" + as_lines(metrics_line(1)))
     assert [line.step for line in run.lines] == [1]
 
@@ -165,7 +165,7 @@ def test_a_line_that_a_crash_has_torn_is_left_out(torn: str) -> None:
 def test_a_training_that_diverged_is_drawn(loss: str) -> None:
     (run,) = lines_of(f'{{"step": 1, "loss": 2.5}}\n{{"step": 2, "loss": {loss}}}\n{{"step": 3, "loss": 2.0}}\n')
     assert [line.loss for line in run.lines] == [2.5, 2.0]
-    assert run.notes == ("step 2 is without a loss that can be drawn: it is not a number",)
+    assert run.note == "Left out of run.jsonl: the loss of step 2, which is not a number."
     timed = {**metrics_line(1), "loss": float("nan")}
     (run,) = lines_of(as_lines(timed))
     assert run.lines[0].loss is None and run.lines[0].measured_s == timed["measured_s"]

@@ -10,17 +10,18 @@ from rich.console import Console, RenderableType
 
 from anabranch import Bucket, Network, Plan, Span, TensorSpec, Timeline, Trace, simulate
 from anabranch.tools.report.comparison import best, comparison_report
-from anabranch.tools.report.documents import CompareDocument, ComparedPlanner
-from anabranch.tools.report.figures import durations, planned_buckets
+from anabranch.tools.report.documents import CompareDocument, ComparedPlanner, Durations
+from anabranch.tools.report.figures import planned_buckets, timeline_figures
 from anabranch.tools.report.scaling import scaling_report
 from anabranch.tools.report.tables import (
     MAX_ROWS,
-    Gantt,
     bucket_table,
     duration_pairs,
     facts,
+    gantt,
     network_report,
     plan_report,
+    terminal,
     timeline_report,
     trace_report,
 )
@@ -62,9 +63,13 @@ REPORTS: dict[str, RenderableType] = {
     "network": network_report(NETWORK),
     "plan": plan_report(PLAN),
     "timeline": timeline_report(TIMELINE),
-    "buckets": bucket_table(planned_buckets(TRACE, PLAN, TIMELINE, NETWORK.world_size)),
-    "compressed buckets": bucket_table(planned_buckets(TRACE, COMPRESSED_PLAN, TIMELINE, 512)),
-    "durations": facts("Durations", [*duration_pairs(durations(TIMELINE)), ("fingerprint", "f" * 64)]),
+    "buckets": terminal(bucket_table("Buckets", planned_buckets(dict(enumerate(PLAN.buckets)), TIMELINE, TRACE))),
+    "compressed buckets": terminal(
+        bucket_table("Buckets", planned_buckets(dict(enumerate(COMPRESSED_PLAN.buckets)), TIMELINE, TRACE))
+    ),
+    "durations": facts(
+        "Durations", [*duration_pairs(Durations(**timeline_figures(TIMELINE))), ("fingerprint", "f" * 64)]
+    ),
     "comparison": comparison_report(compared(("per_tensor", "horovod", "optimal"), ("int8", "oktopk:0.01@nodes"))),
     "scaling": scaling_report(SCALING),
 }
@@ -96,11 +101,10 @@ def test_no_text_acts_on_a_terminal(report: RenderableType) -> None:
 
 def test_buckets_are_shown_with_their_kind_and_what_is_sent() -> None:
     shown = rendered(REPORTS["compressed buckets"], 120)
-    line = next(line.split() for line in shown.splitlines() if line.startswith("  0"))
+    line = next(line.split() for line in shown.splitlines() if line.startswith(("  0", "0 ")))
     assert "int8" in line and "19.4" in line  # of 38.1 MiB: twice a quarter, and its scales
-    assert "sent" in shown and "sent" not in rendered(REPORTS["buckets"], 120)
     words = " ".join(shown.split())
-    assert "buckets more: --json lists all. Sparse buckets are taken to send 8 bytes an entry, as fp32" in words
+    assert "rows more: --json lists all. Sparse buckets are taken to send 8 bytes an entry, as fp32" in words
     assert "a plan does not say OkTopk's wire" in words
 
 
@@ -115,7 +119,7 @@ def test_what_a_way_that_chooses_has_chosen_is_said() -> None:
 
 
 def test_a_long_list_says_what_it_leaves_out() -> None:
-    assert f"and {300 - MAX_ROWS} buckets more" in rendered(REPORTS["plan"], 120)
+    assert f"and {300 - MAX_ROWS} rows more" in rendered(REPORTS["plan"], 120)
 
 
 def test_best_prefers_fewer_lanes_among_equals() -> None:
@@ -144,6 +148,6 @@ def test_errors_are_said_by_size_where_they_differ() -> None:
 def test_gantt_columns() -> None:
     compute = (Span("compute", "forward", -1.0, 0.0), Span("compute", "backward", 0.0, 2.0))
     lanes = (Span("lane 0", "a", 1.0, 2.0), Span("lane 0", "b", 3.0, 4.0), Span("lane 1", "c", 2.0, 2.0))
-    lines = Gantt(Timeline(compute + lanes)).lines(10)
-    assert lines == {"compute": "ffbbbb....", "lane 0": "....00..11", "lane 1": "......2..."}
-    assert set(Gantt(Timeline((Span("compute", "x", 0.0, 0.0),))).lines(4)["compute"]) == {"#", "."}
+    lines = gantt(Timeline(compute + lanes), 10).plain.splitlines()
+    assert lines[:3] == ["compute  ffbbbb....", "lane 0   ....00..11", "lane 1   ......2..."]
+    assert gantt(Timeline((Span("compute", "x", 0.0, 0.0),)), 4).plain.startswith("compute  #...")

@@ -22,7 +22,6 @@ from anabranch.values.files import (
     opened,
     parse_json,
     read_bytes,
-    refused,
     validated,
 )
 from anabranch.values.network import Network
@@ -53,10 +52,9 @@ def network(text: str) -> Network:
     if network_text.is_description(text):
         return network_text.network(text)
     if not _is_file(text):
-        ring, *others = network_text.EXAMPLES
         raise FileError(
             f"network {text!r}: no such file, no name ({', '.join(PRESETS)}), and no description of a network, such as "
-            f"{network_text.EXAMPLES[ring]} (also {', '.join(others)})"
+            f"{network_text.EXAMPLES['ring']} (also {', '.join(network_text.EXAMPLES)})"
         )
     return _expected(load(text), Network, text)
 
@@ -94,31 +92,12 @@ def content(text: str) -> Noun | ShardedTrace | ShardingPlan | Entry:
         return network(text)
     if not _is_file(text):
         return _file_or_bundled(text)
-    found = read_bytes(Path(text))
     classes: dict[str, Any] = {**KINDS, **{name: cls for cls, name in FORMATS.items()}}
-    try:
-        kind, fields = opened(parse_json(found, text), text, [*classes, FORMAT])
-    except FileError:
-        if (drawn := _drawn_by_report(found, text)) is not None:
-            raise drawn from None
-        raise
+    kind, fields = opened(parse_json(read_bytes(Path(text)), text), text, [*classes, FORMAT])
     if kind == FORMAT:
         return Entry.of_fields(fields, text)
     noun: Noun | ShardedTrace | ShardingPlan = validated(classes[kind], fields, text)
     return noun
-
-
-def _drawn_by_report(found: bytes, text: str) -> FileError | None:
-    """The error about a file that anabranch report draws and nothing prints; None if report cannot read it either."""
-    from anabranch.tools.report.runs import Runs, parse_file
-
-    runs = Runs()
-    try:
-        runs.add(text, parse_file(found, text))
-    except FileError:
-        return None
-    ((_, kind),) = runs.files
-    return refused(text, f"holds what show does not print ({kind}); draw it with: anabranch report {text}")
 
 
 def _file_or_bundled(text: str) -> Noun:
@@ -129,8 +108,7 @@ def _file_or_bundled(text: str) -> Noun:
         return load_bundled_trace(text)
     if os.path.isdir(text):  # noqa: PTH112 (unlike Path.is_dir, answers for a name too long to be one)
         raise FileError(f"{text}: is a folder, expected a file")
-    listed = f"anabranch brings {', '.join(names)}" if names else "anabranch brings none"
-    raise FileError(f"{text}: no such file, and no trace of this name: {listed}")
+    raise FileError(f"{text}: no such file, and no trace of this name: anabranch brings {', '.join(names) or 'none'}")
 
 
 def _is_file(text: str) -> bool:

@@ -11,7 +11,7 @@ from typer import Option
 from anabranch.fsdp.planning.sharding_modes import SHARDING_MODES, help_of, sharding_mode
 from anabranch.tools.cli import arguments
 from anabranch.tools.cli.options import BackendOption, ForceOption, JsonOption, PlotOption
-from anabranch.tools.cli.output import check_free, check_plot, print_json, show_tables, write_plot
+from anabranch.tools.cli.output import check_free, check_plot, print_document, show_tables, write_plot
 from anabranch.tools.cli.ranks import join
 from anabranch.values.errors import AnabranchError
 from anabranch.values.files import write_bytes
@@ -23,106 +23,67 @@ if TYPE_CHECKING:
 HOW = "anabranch lab --hosts 4 --rate 10gbit -- anabranch bench --trace resnet50, or torchrun with -m anabranch bench"
 TITLE = "Every rival in one run"
 
-Models = Annotated[
-    list[str] | None,
-    Option(
-        "--model",
-        metavar="NAME[:BATCH]",
-        help="A model of torchvision or transformers, such as resnet50, or gpt2:4 with its batch per rank; may be "
-        "repeated.",
-    ),
-]
-Traces = Annotated[
-    list[str] | None,
-    Option(
-        "--trace",
-        metavar="T",
-        help="Replay this trace instead, sleeping as long as it computed: a file or a bundled name.",
-    ),
-]
-ChannelsLast = Annotated[
-    bool,
-    Option(
-        "--channels-last",
-        help="Weights and images of every contestant in torch.channels_last; for --model of images. Not for ranks that "
-        "share a GPU.",
-    ),
-]
-SearchSteps = Annotated[
-    int,
-    Option(
-        min=30,
-        help="What each DataParallel's search may cost, in steps; fewer end sooner where steps are noisy and long.",
-    ),
-]
-HoldAfter = Annotated[
-    int | None,
-    Option(
-        min=30,
-        help="End each search after about this many steps, with the best layout found so far: for short runs. Compiled "
-        "graphs are then still cut for it, in about 25 steps. Trials of layouts as fast as DDP cost nothing, so that "
-        "--search-steps does not end them.",
-    ),
-]
-Compressions = Annotated[
-    list[str] | None,
-    Option(
-        "--compress",
-        metavar="KIND",
-        help="Also DataParallel with auto (as faithful as is hidden, down to int4), auto:int8 (down to int8), "
-        "auto:oktopk:0.01 (down to 1 % sparse), bf16, int8, int4, oktopk (as dense as is hidden) or oktopk:0.01 "
-        "(1 % of the elements), the last two also with :bf16 or :int8, as which values travel then; may be repeated.",
-    ),
-]
-Compile = Annotated[
-    bool,
-    Option(
-        "--compile",
-        help="Also computing alone, DDP and each DataParallel under torch.compile; for --model. DDP also with a graph "
-        "that is not cut, unless --only leaves it out (--only uncut does not).",
-    ),
-]
-Sharded = Annotated[
-    list[str] | None,
-    Option(
-        metavar="NAME",
-        help=f"Also the model sharded over all ranks, or inside nodes of several: {help_of(SHARDING_MODES)}; for "
-        "--model; may be repeated.",
-    ),
-]
-Only = Annotated[
-    list[str] | None,
-    Option(
-        metavar="TEXT",
-        help="Only contestants whose name contains this, and DDP, DataParallel and --compress; may be repeated.",
-    ),
-]
-Skip = Annotated[
-    list[str] | None,
-    Option(
-        metavar="NAME",
-        help="Leave out this contestant of --compress or --compile, which saves its search and its compiling, too: "
-        "'DataParallel, int8', 'DDP, compiled' or 'DataParallel, int8, compiled'; may be repeated.",
-    ),
-]
+MODEL = Option(
+    metavar="NAME[:BATCH]",
+    help="A model of torchvision or transformers, such as resnet50, or gpt2:4 with its batch per rank; repeatable.",
+)
+TRACE = Option(
+    metavar="T", help="Replay this trace instead, sleeping as long as it computed: a file or a bundled name."
+)
+CHANNELS_LAST = Option(
+    "--channels-last",
+    help="Weights and images of every contestant in torch.channels_last; for --model of images. Not for ranks that "
+    "share a GPU.",
+)
+SEARCH_STEPS = Option(
+    min=30, help="What each DataParallel's search may cost, in steps; fewer end sooner where steps are noisy and long."
+)
+HOLD_AFTER = Option(
+    min=30,
+    help="End each search after about this many steps, with the best layout found so far: for short runs. Compiled "
+    "graphs are then still cut for it, in about 25 steps.",
+)
+COMPRESS = Option(
+    metavar="KIND",
+    help="Also DataParallel with auto (as faithful as is hidden, down to int4), auto:int8 (down to int8), "
+    "auto:oktopk:0.01 (down to 1 % sparse), bf16, int8, int4, oktopk (as dense as is hidden) or oktopk:0.01 (1 % of "
+    "the elements), the last two also with :bf16 or :int8, as which values travel then; repeatable.",
+)
+COMPILE = Option(
+    "--compile",
+    help="Also computing alone, DDP, cut and uncut, and each DataParallel under torch.compile; for --model.",
+)
+SHARDED = Option(
+    metavar="NAME",
+    help=f"Also the model sharded over all ranks, or inside nodes of several: {help_of(SHARDING_MODES)}; for --model; "
+    "repeatable.",
+)
+ONLY = Option(
+    metavar="TEXT", help="Only contestants whose name contains this, and DDP, DataParallel and --compress; repeatable."
+)
+SKIP = Option(
+    metavar="NAME",
+    help="Leave out this contestant of --compress or --compile, with its search and its compiling: 'DataParallel, "
+    "int8', 'DDP, compiled' or 'DataParallel, int8, compiled'; repeatable.",
+)
 
 
 def bench(
-    model: Models = None,
-    trace: Traces = None,
+    model: Annotated[list[str] | None, MODEL] = None,
+    trace: Annotated[list[str] | None, TRACE] = None,
     slower: Annotated[float, Option(min=0.01, help="Replay traces this many times more slowly.")] = 1.0,
-    channels_last: ChannelsLast = False,
+    channels_last: Annotated[bool, CHANNELS_LAST] = False,
     num_warmup_batches: Annotated[int, Option(min=0, help="Steps before each turn, not counted.")] = 3,
     num_batches_per_iter: Annotated[int, Option(min=1, help="Steps of a turn.")] = 10,
     num_iters: Annotated[int, Option(min=1, help="Turns of each contestant.")] = 10,
     profile_steps: Annotated[int, Option(min=1, help="Steps of each of DataParallel's own trials.")] = 6,
-    search_steps: SearchSteps = 100,
-    hold_after: HoldAfter = None,
-    compress: Compressions = None,
-    compiled: Compile = False,
-    sharded: Sharded = None,
-    only: Only = None,
-    skip: Skip = None,
+    search_steps: Annotated[int, SEARCH_STEPS] = 100,
+    hold_after: Annotated[int | None, HOLD_AFTER] = None,
+    compress: Annotated[list[str] | None, COMPRESS] = None,
+    compiled: Annotated[bool, COMPILE] = False,
+    sharded: Annotated[list[str] | None, SHARDED] = None,
+    only: Annotated[list[str] | None, ONLY] = None,
+    skip: Annotated[list[str] | None, SKIP] = None,
     backend: BackendOption = None,
     report: Annotated[Path | None, Option(help="Write a Markdown report to this file.")] = None,
     plot: PlotOption = None,
@@ -136,11 +97,14 @@ def bench(
         raise AnabranchError(f"bench runs on ranks, and this is none (RANK is not set): {HOW}")
     _check_outputs(report, plot, force)
     traces = [(text, arguments.trace(text)) for text in trace or ()]
+    from anabranch.tools.bench.compress import compression
     from anabranch.tools.bench.run import Settings
     from anabranch.tools.bench.workload import replay_workload, zoo_workload
 
     kinds, shardings = list(dict.fromkeys(compress or ())), list(dict.fromkeys(sharded or ()))
-    _check_known(kinds, shardings)
+    for known, names in ((compression, kinds), (sharding_mode, shardings)):
+        for name in names:
+            known(name)  # ValueError for one that it does not know
     settings = Settings(
         iters=num_iters,
         batches=num_batches_per_iter,
@@ -168,25 +132,27 @@ def _run(
     import torch.distributed as dist
 
     from anabranch.tools.bench.run import run
-    from anabranch.tools.report import benchmark as reports
-    from anabranch.tools.report.documents import BenchDocument, printed
+    from anabranch.tools.report import benchmark as benchmarks
+    from anabranch.tools.report.documents import BenchDocument
 
     leads = dist.get_rank() == 0
     results = []
     for workload in workloads:
-        results.append(run(workload, settings, _print_progress if leads else lambda _: None))
+        results.append(run(workload, settings, _say if leads else lambda _: None))
         if leads and not as_json:
-            closing = "\n".join(reports.closing_lines(results[-1]))
-            show_tables(reports.benchmark_report(results[-1]), closing, "")
+            show_tables(benchmarks.benchmark_report(results[-1]), "\n".join(benchmarks.closing_lines(results[-1])), "")
         if leads and report is not None:  # check_free has made sure of it
-            write_bytes(reports.markdown(TITLE, results).encode(), report, force=True)
+            write_bytes(benchmarks.markdown(TITLE, results).encode(), report, force=True)
         if leads and plot is not None:
             write_plot(BenchDocument(benchmarks=tuple(results)), plot, force=True)
-    if leads and as_json:
-        print_json(printed(BenchDocument(benchmarks=tuple(results))))
-    elif leads and (written := [str(path) for path in (report, plot) if path]):
-        show_tables(f"Written to {' and '.join(written)}.")
+    if leads:
+        written = [f"Written to {path}." for path in (report, plot) if path]
+        print_document(BenchDocument(benchmarks=tuple(results)), as_json, lambda: written)
     dist.destroy_process_group()
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
 
 
 def _check_workloads(model: Sequence[str] | None, trace: Sequence[str] | None, models_only: Sequence[str]) -> None:
@@ -202,16 +168,6 @@ def _check_workloads(model: Sequence[str] | None, trace: Sequence[str] | None, m
         )
 
 
-def _check_known(kinds: Sequence[str], shardings: Sequence[str]) -> None:
-    """ValueError for a value of --compress or --sharded that is not known."""
-    from anabranch.tools.bench.compress import compression
-
-    for kind in kinds:
-        compression(kind)
-    for name in shardings:
-        sharding_mode(name)
-
-
 def _check_outputs(report: Path | None, plot: Path | None, force: bool) -> None:
     """Refuse, before minutes of measuring, an output file that exists, or in a folder that does not."""
     check_free([report, plot], force)
@@ -219,7 +175,3 @@ def _check_outputs(report: Path | None, plot: Path | None, force: bool) -> None:
     for path in (report, plot):
         if path is not None and not path.absolute().parent.is_dir():
             raise ValueError(f"{path.absolute().parent}: no such folder, expected one for {path.name}")
-
-
-def _print_progress(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)

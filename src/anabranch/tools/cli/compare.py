@@ -1,7 +1,7 @@
 """anabranch compare: every planner, and the plan of every compression, in one table."""
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated
 
 from typer import Option
 
@@ -9,14 +9,10 @@ from anabranch.planning.simulator import finish_s, lower_bound_s
 from anabranch.planning.simulator import simulate as predict
 from anabranch.tools.cli import arguments
 from anabranch.tools.cli.options import JsonOption, NetworkOption, TraceOption
-from anabranch.tools.cli.output import print_json, progress, show_tables
+from anabranch.tools.cli.output import print_document, progress
 from anabranch.tools.predict.scaling import named_planners
-from anabranch.tools.predict.scaling.compression import (
-    CompressedStrategies,
-    Compression,
-    as_sent,
-    compressed_strategies,
-)
+from anabranch.tools.predict.scaling.compression import Compression, as_sent, compressed_strategies
+from anabranch.tools.predict.scaling.sweep import Planner
 from anabranch.values.kinds.fidelity import by_fidelity, error_of_plan
 from anabranch.values.kinds.names import AUTO, COMPRESSED, kind_of
 from anabranch.values.network import Network
@@ -40,87 +36,56 @@ Compressions = Annotated[
 
 
 def compare(
-    trace: TraceOption,
-    network: NetworkOption,
-    compress: Compressions = None,
-    as_json: JsonOption = False,
+    trace: TraceOption, network: NetworkOption, compress: Compressions = None, as_json: JsonOption = False
 ) -> None:
     """Compare every planner and every compression on one trace and network."""
     from anabranch.tools.report import comparison
-    from anabranch.tools.report.documents import CompareDocument, printed
+    from anabranch.tools.report.documents import CompareDocument
+    from anabranch.tools.report.figures import has_spread
 
     gradients, links = arguments.trace(trace), arguments.network(network)
     strategies = compressed_strategies(arguments.compressions(compress, COMPRESS), gradients, links)
-    rows, compressed = _rows(gradients, links, strategies)
-    best = comparison.best(rows)
+    around = (links.shifted(-1), links.shifted(+1)) if has_spread(links) else ()
+    networks = [strategies.priced(one) for one in (links, *around)]
+    named = named_planners.NAMED_PLANNERS
+    ddp_s = gradients.forward_s + finish_s(
+        gradients, named[named_planners.DDP_DEFAULT](gradients, networks[0]), networks[0]
+    )
+    planners: dict[str, Planner] = {**named, **strategies.planners}
+    rows: list[ComparedPlanner] = []
+    with progress() as update:
+        for name, planner in planners.items():
+            rows.append(_row(name, planner, gradients, networks, ddp_s))
+            update("planning", len(rows), len(planners))
     document = CompareDocument(
         trace=trace,
         network=network,
         world_size=links.world_size,
         forward_s=gradients.forward_s,
         backward_s=gradients.backward_s,
-        best=best.name,
-        rows=tuple(rows),
-        compressed=tuple(compressed),
+        best=comparison.best(rows[: len(named)]).name,
+        rows=tuple(rows[: len(named)]),
+        compressed=tuple(rows[len(named) :]),
         assumptions=tuple(strategies.assumptions),
     )
-    if as_json:
-        print_json(printed(document))
-    else:
-        show_tables(comparison.comparison_report(document))
+    print_document(document, as_json, lambda: [comparison.comparison_report(document)])
 
 
-class _Contestant(NamedTuple):
-    """A planner of the library, or the planner of a compression, by its name, with its options."""
-
-    name: str
-    planner: str
-    options: dict[str, Any]
-    plan: Callable[[Trace, Network], Plan]
-
-
-def _rows(
-    trace: Trace, network: Network, strategies: CompressedStrategies
-) -> "tuple[list[ComparedPlanner], list[ComparedPlanner]]":
-    """The rows of all planners, and those of all compressions."""
-    from anabranch.tools.report.figures import has_spread
-
-    around = (network.shifted(-1), network.shifted(+1)) if has_spread(network) else ()
-    here, *others = (strategies.priced(one) for one in (network, *around))
-    ddp_s = trace.forward_s + finish_s(
-        trace, named_planners.NAMED_PLANNERS[named_planners.DDP_DEFAULT](trace, here), here
-    )
-    contestants = [
-        _Contestant(name, made.planner, dict(made.options), made)
-        for name, made in named_planners.NAMED_PLANNERS.items()
-    ]
-    contestants += [
-        _Contestant(name, Compression.named(name).planner_name, {}, planner)
-        for name, planner in strategies.planners.items()
-    ]
-    rows: list[ComparedPlanner] = []
-    with progress() as update:
-        for one in contestants:
-            rows.append(_row(one, trace, here, ddp_s, others))
-            update("planning", len(rows), len(contestants))
-    return rows[: len(named_planners.NAMED_PLANNERS)], rows[len(named_planners.NAMED_PLANNERS) :]
-
-
-def _row(
-    one: _Contestant, trace: Trace, network: Network, ddp_s: float, around: Sequence[Network]
-) -> "ComparedPlanner":
+def _row(name: str, planner: Planner, trace: Trace, networks: Sequence[Network], ddp_s: float) -> "ComparedPlanner":
+    """What a planner makes for the first network, and how that does on all of them."""
     from anabranch.tools.report.documents import ComparedPlanner
     from anabranch.tools.report.figures import ratio
 
-    made = one.plan(trace, network)
+    network, *around = networks
+    made = planner(trace, network)
     timeline = predict(trace, made, network)
     bound_s = lower_bound_s(trace, network, made.lanes)
     low_s, high_s = (trace.forward_s + finish_s(trace, made, at) for at in around) if around else (None, None)
-    sent = as_sent(made)
+    named, sent = named_planners.NAMED_PLANNERS.get(name), as_sent(made)
     return ComparedPlanner(
-        name=one.name,
-        planner=one.planner,
-        options=one.options,
+        name=name,
+        planner=named.planner if named else Compression.named(name).planner_name,
+        options=dict(named.options) if named else {},
         fingerprint=made.fingerprint,
         buckets=len(made),
         lanes=made.lanes,

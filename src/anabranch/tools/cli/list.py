@@ -1,10 +1,7 @@
 """anabranch list: the traces that come with the package, and the networks known by name."""
 
 from dataclasses import asdict
-from enum import StrEnum
-from typing import TYPE_CHECKING, Annotated, Any
-
-from typer import Argument
+from typing import TYPE_CHECKING, Any
 
 from anabranch.tools.cli.options import JsonOption
 from anabranch.tools.cli.output import print_json, show_tables
@@ -19,30 +16,15 @@ if TYPE_CHECKING:
 FACTS = ("model", "precision", "batch", "sequence_length", "device", "date")  # of a trace's meta
 
 
-class What(StrEnum):
-    """What can be listed."""
-
-    traces = "traces"
-    networks = "networks"
-
-
-def list_(
-    what: Annotated[What | None, Argument(help="List only these. Default: both.", show_default=False)] = None,
-    as_json: JsonOption = False,
-) -> None:
+def list_(as_json: JsonOption = False) -> None:
     """List the names that --trace and --network take: bundled traces, and networks with the source of their costs."""
-    traces = {name: load_bundled_trace(name) for name in bundled_traces()} if what is not What.networks else {}
-    networks = PRESETS if what is not What.traces else {}
+    traces = [_trace_row(name, load_bundled_trace(name)) for name in bundled_traces()]
     if as_json:
-        rows = {
-            "traces": [_trace_row(name, trace) for name, trace in traces.items()],
-            "networks": [_network_row(name, preset) for name, preset in networks.items()],
-        }
-        print_json({"command": "list", **{kind: found for kind, found in rows.items() if what in (None, kind)}})
-        return
-    sources = "\n".join(f"{name} is {preset.origin}: {preset.source}." for name, preset in networks.items())
-    tables = [_trace_table(traces)] if what is not What.networks else []
-    show_tables(*tables, *((_network_table(), sources) if networks else ()))
+        networks = [_network_row(name, preset) for name, preset in PRESETS.items()]
+        print_json({"command": "list", "traces": traces, "networks": networks})
+    else:
+        sources = "\n".join(f"{name} is {preset.origin}: {preset.source}." for name, preset in PRESETS.items())
+        show_tables(_trace_table(traces), _network_table(), sources)
 
 
 def _trace_row(name: str, trace: Trace) -> dict[str, Any]:
@@ -62,20 +44,18 @@ def _network_row(name: str, preset: Preset) -> dict[str, Any]:
     return {"name": name, **fields, **{part: asdict(fields[part]) for part in ("low", "model", "high")}}
 
 
-def _trace_table(traces: dict[str, Trace]) -> "Table":
+def _trace_table(rows: list[dict[str, Any]]) -> "Table":
     from anabranch.tools.report.formatting import time_scale
     from anabranch.tools.report.tables import columns
 
-    scale = time_scale([trace.forward_s + trace.backward_s for trace in traces.values()])
+    scale = time_scale([row["forward_s"] + row["backward_s"] for row in rows])
     headers = ("trace", "precision", "M params", "gradients", "batch", f"step, {scale.unit}", "device")
     table = columns("Traces, for --trace", *headers, left=["trace", "precision", "device"])
-    for name, trace in traces.items():
-        row = _trace_row(name, trace)
+    for row in rows:
         batch = f"{row['batch']} × {row['sequence_length']}" if row["sequence_length"] else str(row["batch"])
-        table.add_row(
-            name, str(row["precision"]).partition(" ")[0], f"{row['parameters'] / 1e6:.1f}", str(len(trace)), batch,
-            scale(trace.forward_s + trace.backward_s), str(row["device"]),
-        )  # fmt: skip
+        precision, parameters = str(row["precision"]).partition(" ")[0], f"{row['parameters'] / 1e6:.1f}"
+        step = scale(row["forward_s"] + row["backward_s"])
+        table.add_row(row["name"], precision, parameters, str(row["gradients"]), batch, step, str(row["device"]))
     return table
 
 

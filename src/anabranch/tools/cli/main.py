@@ -2,11 +2,9 @@
 
 import os
 import sys
-from collections import Counter
-from typing import Annotated, Any, cast
+from typing import Annotated, cast
 
 import typer
-from typer.core import TyperCommand, TyperOption
 from typer.main import get_command
 
 from anabranch.tools.cli.bench import bench
@@ -17,15 +15,14 @@ from anabranch.tools.cli.lab import lab
 from anabranch.tools.cli.list import list_
 from anabranch.tools.cli.measure import measure
 from anabranch.tools.cli.memory import memory
-from anabranch.tools.cli.options import check_retired
-from anabranch.tools.cli.plan import plan
+from anabranch.tools.cli.options import check_options
+from anabranch.tools.cli.plan import plan, simulate
 from anabranch.tools.cli.record import import_trace, record
 from anabranch.tools.cli.report import report
 from anabranch.tools.cli.reproduce import reproduce
 from anabranch.tools.cli.run import Program, run
 from anabranch.tools.cli.scale import scale
 from anabranch.tools.cli.show import show
-from anabranch.tools.cli.simulate import simulate
 from anabranch.values.errors import AnabranchError
 from anabranch.values.version import __version__
 
@@ -34,28 +31,6 @@ FAILED, INTERRUPTED, PIPE_CLOSED = 2, 130, 1
 # Its base class for every wrong use. Some versions of typer bring their own click, others import it: typer's own
 # name for one of the subclasses is there in all.
 _ClickException = cast("type[typer.BadParameter]", typer.BadParameter.__mro__[2])
-
-
-GIVEN_ONCE = {"network", "trace", "compress"}  # who gives two of them expects both to count
-
-
-class Verb(TyperCommand):
-    """A command that refuses a second network, trace or compression where it takes one: the first would be ignored.
-
-    Of other options the last one counts, as elsewhere: scripts put their user's after their own.
-    """
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:  # Any, since it is a context of typer's own click
-        given = list(args)  # parsing empties the list
-        rest = super().parse_args(ctx, args)  # --help and other wrong use come first
-        _, _, found = self.make_parser(ctx).parse_args(args=given)
-        for option, times in Counter(found).items():
-            if times > 1 and isinstance(option, TyperOption) and option.name in GIVEN_ONCE and not option.multiple:
-                raise ValueError(
-                    f"{option.opts[-1]} is given {times} times: expected once; run {ctx.command_path} once for each"
-                )
-        return rest
-
 
 app = typer.Typer(
     name="anabranch",
@@ -75,7 +50,7 @@ for panel, verbs in {
     for verb in verbs:
         settings = RUNS_A_PROGRAM if verb in (lab, run) else None
         name = verb.__name__.strip("_").replace("_", "-")
-        app.command(name, cls=Verb, rich_help_panel=panel, context_settings=settings)(verb)
+        app.command(name, rich_help_panel=panel, context_settings=settings)(verb)
 
 
 def _version(wanted: bool) -> None:
@@ -123,7 +98,7 @@ def _command(argv: list[str] | None) -> int | Program:
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")  # a terminal that lacks a letter shows "?" instead of failing
     try:
-        check_retired(sys.argv[1:] if argv is None else argv)
+        check_options(sys.argv[1:] if argv is None else argv)
         code = get_command(app).main(args=argv, prog_name="anabranch", standalone_mode=False)
         sys.stdout.flush()
         return code if isinstance(code, int | Program) else 0

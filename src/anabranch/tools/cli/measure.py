@@ -4,29 +4,22 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 from time import sleep
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 from typer import Option
 
 from anabranch.tools.cli.options import BackendOption, ForceOption, JsonOption
-from anabranch.tools.cli.output import check_free, print_json, show_tables
+from anabranch.tools.cli.output import check_free
 from anabranch.tools.cli.ranks import join
+from anabranch.tools.cli.show import print_saved
 from anabranch.values.files import save
 from anabranch.values.kinds.names import DENSE, EVERY_ELEMENT, density_of, kind_of, split_wire
-from anabranch.values.network import ALL_GATHER, BUS_FACTORS, REDUCE_SCATTER, Network
+from anabranch.values.network import Network
 from anabranch.values.plan import MAX_LANES
-
-if TYPE_CHECKING:
-    from rich.table import Table
 
 # torchrun sets these for every rank.
 RENDEZVOUS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 MIB = 1 << 20
-BUS_TITLES = {"dense": "all-reduce", ALL_GATHER: "all-gather", REDUCE_SCATTER: "reduce-scatter"}
-BUS_NOTE = (
-    "Bus bandwidth as nccl-tests define it: bytes per second times 2(n-1)/n for an all-reduce among n ranks, times "
-    "(n-1)/n for an all-gather or a reduce-scatter, whose message is the whole tensor."
-)
 MAX_BUDGET_S = 3600.0
 
 Output = Annotated[Path, Option("-o", "--output", metavar="FILE", help="Write the network to this file, on rank 0.")]
@@ -75,7 +68,7 @@ def measure(
     network, notes = _measured(backend, lanes, round(largest_mb * MIB), budget_s, kinds)
     if leads:
         save(network, output, force)
-        _print(network, output, notes, as_json)
+        print_saved("measure", network, output, as_json, [f"Note: {note}." for note in notes], {"notes": notes})
 
 
 def _kind(text: str) -> str:
@@ -94,7 +87,7 @@ def _kind(text: str) -> str:
 def _measured(
     backend: str | None, lanes: int, largest_nbytes: int, budget_s: float, kinds: Sequence[str]
 ) -> tuple[Network, list[str]]:
-    """The network among all ranks, and notes on collectives that the backend cannot do and on noise.
+    """The network among all ranks, and notes on noise.
 
     The process groups exist for as long as this takes.
     """
@@ -103,7 +96,7 @@ def _measured(
     from anabranch.exchange.compression import probe_of
     from anabranch.exchange.groups import clone_group
     from anabranch.exchange.lanes import RELEASE_GRACE_S
-    from anabranch.observe.measure import SHARDED, noise_note, unsupported
+    from anabranch.observe.measure import SHARDED, noise_note
     from anabranch.observe.measure import measure as measured
 
     device = join(backend)
@@ -111,44 +104,9 @@ def _measured(
         everyone = dist.group.WORLD
         assert everyone is not None
         more = [clone_group(everyone, dist.get_backend(), f"anabranch lane {lane}") for lane in range(1, lanes)]
-        missing = unsupported(SHARDED, everyone, device)
-        sharded = {kind: collective for kind, collective in SHARDED.items() if kind not in missing}
-        timed = {**{kind: probe_of(kind) for kind in kinds}, **sharded}
+        timed = {**{kind: probe_of(kind) for kind in kinds}, **SHARDED}
         network = measured([everyone, *more], device, largest_nbytes, budget_s, timed)
-        name = dist.get_backend(everyone)
-        notes = [f"{kind} was not measured: {name} cannot do it here ({why})" for kind, why in missing.items()]
-        return network, [note for note in (*notes, noise_note(network)) if note]
+        return network, [note for note in [noise_note(network)] if note]
     finally:
         dist.destroy_process_group()
         sleep(RELEASE_GRACE_S)
-
-
-def _print(network: Network, output: Path, notes: Sequence[str], as_json: bool) -> None:
-    from anabranch.tools.report import figures, tables
-
-    kinds = [kind for kind in BUS_FACTORS if kind in network.curves]
-    if as_json:
-        bus = {
-            kind: [
-                {"nbytes": point.nbytes, "bytes_per_s": network.bus_bytes_per_s(kind, point.nbytes)}
-                for point in network.curve(kind).points
-            ]
-            for kind in kinds
-        }
-        summary = {**figures.network_figures(network), "bus_bytes_per_s": bus}
-        print_json({"command": "measure", **summary, "notes": list(notes), "written": str(output)})
-    else:
-        lines = [*(f"Note: {note}." for note in notes), f"Written to {output}."]
-        show_tables(tables.network_report(network), _bus_table(network, kinds), BUS_NOTE, *lines)
-
-
-def _bus_table(network: Network, kinds: Sequence[str]) -> "Table":
-    """Bus bandwidth by size and collective, in GB/s (1e9 bytes per second) as nccl-tests print it."""
-    from anabranch.tools.report.formatting import size
-    from anabranch.tools.report.tables import columns
-
-    table = columns("Bus bandwidth, GB/s", "message", *(BUS_TITLES[kind] for kind in kinds))
-    for nbytes in (point.nbytes for point in network.curve("dense").points):
-        speeds = [network.bus_bytes_per_s(kind, nbytes) for kind in kinds]
-        table.add_row(size(nbytes), *("-" if speed is None else f"{speed / 1e9:.3g}" for speed in speeds))
-    return table

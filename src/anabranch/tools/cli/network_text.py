@@ -19,6 +19,7 @@ EXAMPLES: Mapping[str, str] = {
     "linear": "linear:ranks=16,start=0.9ms,s_per_byte=7.4e-10",
     "two_level": "two_level:ranks=64,per_node=8,alpha=50us,rate=10gbit,inside_alpha=5us,inside_rate=200gbit",
 }
+NUMBER: Mapping[str, float] = {"": 1.0}
 TIME_S: Mapping[str, float] = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9}
 RATE_BIT: Mapping[str, float] = {"bit": 1.0, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 MAX_RANKS = 1 << 24
@@ -48,7 +49,7 @@ def network(text: str) -> Network:
 
 def ranks_of(name: str, text: str) -> int:
     """The number of ranks in what follows the name of a known network, such as 10gbe:ranks=16."""
-    value = quantity(text.removeprefix("ranks="), {"": 1.0}) if text.startswith("ranks=") else math.nan
+    value = quantity(text.removeprefix("ranks="), NUMBER) if text.startswith("ranks=") else math.nan
     if not (1 <= value <= MAX_RANKS and value == int(value)):
         raise ValueError(f"network {name}: {text!r} follows its name, expected how many ranks, as in {name}:ranks=16")
     return int(value)
@@ -63,64 +64,54 @@ class _Parts:
         self.taken: list[str] = []
         for part in text.split(","):
             name, equals, value = (piece.strip() for piece in part.partition("="))
-            if not (name and equals and value):
-                raise self.wrong(f"part {part!r}", "name=value")
-            if name in self.left:
-                raise self.wrong(f"{name} is given twice", "it once")
+            if not (name and equals and value) or name in self.left:
+                raise self.wrong(f"part {part!r}", "name=value, each name once")
             self.left[name] = value
 
     def wrong(self, found: str, expected: str) -> ValueError:
         return ValueError(f"network {self.kind}: {found}, expected {expected}, as in {EXAMPLES[self.kind]}")
 
-    def number(self, name: str, default: float | None = None) -> float:
-        """A plain number."""
-        return self._take(name, {"": 1.0}, "a number", default)
+    def number(self, name: str, units: Mapping[str, float] = NUMBER, expected: str = "a number") -> float:
+        """The value of a part, in the base of its units."""
+        self.taken.append(name)
+        if name not in self.left:
+            raise self.wrong(f"{name} is missing", expected)
+        text = self.left.pop(name)
+        value = quantity(text, units)
+        if not math.isfinite(value):
+            raise self.wrong(f"{name} is {text!r}", expected)
+        return value
 
     def time(self, name: str) -> float:
         """A duration in seconds."""
-        return self._take(name, TIME_S, "a time in s, ms, us or ns")
+        return self.number(name, TIME_S, "a time in s, ms, us or ns")
 
     def whole(self, name: str) -> int:
         """A count of ranks."""
-        value = self._take(name, {"": 1.0}, "a whole number")
+        value = self.number(name)
         if value != int(value) or not 1 <= value <= MAX_RANKS:
             raise self.wrong(f"{name} is {value:g}", f"a whole number from 1 to {MAX_RANKS}")
         return int(value)
 
     def link(self, algorithm: str, prefix: str = "") -> AlphaBeta:
         """alpha, rate or beta, and gamma."""
-        alpha_s = self.time(prefix + "alpha")
-        rate, beta = prefix + "rate", prefix + "beta"
-        if (rate in self.left) == (beta in self.left):
-            both = "are both given" if rate in self.left else "are both missing"
-            raise self.wrong(f"{rate} and {beta} {both}", "one of them")
+        alpha_s, rate, beta = self.time(f"{prefix}alpha"), f"{prefix}rate", f"{prefix}beta"
+        if rate in self.left and beta in self.left:
+            raise self.wrong(f"{rate} and {beta} are both given", "one of them")
         if beta in self.left:
             beta_s = self.number(beta)
         else:
-            bits_per_s = self._take(rate, RATE_BIT, "a rate in bit, kbit, mbit or gbit (per second)")
+            bits_per_s = self.number(rate, RATE_BIT, f"a rate in bit, kbit, mbit or gbit (per second), or {beta}")
             if bits_per_s < 1:
                 raise self.wrong(f"{rate} is {bits_per_s:g} bit/s", "at least one bit per second")
             beta_s = 8 / bits_per_s
-        gamma_s = self.number(prefix + "gamma", 0.0)
+        gamma_s = self.number(f"{prefix}gamma") if f"{prefix}gamma" in self.left else 0.0
         return AlphaBeta(algorithm, alpha_s, beta_s, gamma_s)  # type: ignore[arg-type]  # one of our own literals
 
     def contention(self) -> dict[str, Any]:
         """eta and link_cap, which every kind may have; ValueError if any other part is left."""
-        eta = self.number("eta", 1.0)
-        link_cap = self.number("link_cap") if "link_cap" in self.left else None
+        found = {"eta": 1.0} | {name: self.number(name) for name in ("eta", "link_cap") if name in self.left}
         if self.left:
             known = dict.fromkeys([*self.taken, "eta", "link_cap"])
             raise self.wrong(f"unknown part {next(iter(self.left))!r}", f"only {', '.join(known)}")
-        return {"eta": eta, "link_cap": link_cap}
-
-    def _take(self, name: str, units: Mapping[str, float], expected: str, default: float | None = None) -> float:
-        self.taken.append(name)
-        text = self.left.pop(name, None)
-        if text is None:
-            if default is None:
-                raise self.wrong(f"{name} is missing", expected)
-            return default
-        value = quantity(text, units)
-        if not math.isfinite(value):
-            raise self.wrong(f"{name} is {text!r}", expected)
-        return value
+        return found

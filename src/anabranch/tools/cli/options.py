@@ -34,6 +34,7 @@ RETIRED: Mapping[str, Mapping[str, str]] = {
         "--own-caches": "give a run with few contestants (--only, --skip) an empty folder as TORCHINDUCTOR_CACHE_DIR",
         "--title": "write your own first line into the file of --report",
     },
+    "list": dict.fromkeys(("networks", "traces"), "anabranch list shows both, and --json has them apart"),
     "memory": {
         "--activations offload": "Lean keeps activations or recomputes them: --activations keep, or recompute",
         "--density": "give the density with the exchange, as in --compress oktopk:0.02",
@@ -48,11 +49,24 @@ RETIRED: Mapping[str, Mapping[str, str]] = {
 }
 
 
-def check_retired(argv: Sequence[str]) -> None:
-    """ValueError that says what to use instead, if a verb is given an option, or a value of one, that is retired."""
-    retired = RETIRED.get(argv[0], {}) if argv else {}
+# By verb, what it takes once: who gives two of them expects both to count. Of other options the last one counts.
+ONCE: Mapping[str, Sequence[str]] = {
+    **dict.fromkeys(("compare", "plan", "simulate"), ("--network", "--trace")),
+    "memory": ("--network",),
+    "scale": ("--trace",),
+}
+
+
+def check_options(argv: Sequence[str]) -> None:
+    """ValueError that says what to use instead of a retired option, or value of one; or for one that is given twice."""
+    verb = argv[0] if argv else ""
+    retired = RETIRED.get(verb, {})
     for word, following in pairwise([*argv[1:], ""]):
         name, equals, value = word.partition("=")
         for given in (name, f"{name} {value if equals else following}"):
             if given in retired:
-                raise ValueError(f"{given} of anabranch {argv[0]} is retired: {retired[given]}")
+                raise ValueError(f"{given} of anabranch {verb} is retired: {retired[given]}")
+    for option in ONCE.get(verb, ()):
+        times = sum(word.partition("=")[0] == option for word in argv)
+        if times > 1 and not {"-h", "--help"} & set(argv):
+            raise ValueError(f"{option} is given {times} times: expected once; run anabranch {verb} once for each")

@@ -49,6 +49,16 @@ def _members(part: "RenderableType") -> "Iterator[RenderableType]":
         yield part
 
 
+def print_document(document: "Document", as_json: bool, tables: "Callable[[], Iterable[RenderableType]]") -> None:
+    """Print what a command has found: one JSON document, or tables."""
+    from anabranch.tools.report.documents import printed
+
+    if as_json:
+        print_json(printed(document))
+    else:
+        show_tables(*tables())
+
+
 def print_json(document: dict[str, Any]) -> None:
     """Print one JSON document in ASCII, so that no terminal and no locale changes what a program reads."""
     print(json.dumps(document, indent=1, allow_nan=False))

@@ -1,7 +1,9 @@
-"""anabranch plan: decide which gradients travel together, and say what that should cost."""
+"""anabranch plan and simulate: which gradients travel together, and the step that this should make."""
 
+import json
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Option
 
@@ -9,12 +11,19 @@ from anabranch.planning.simulator import finish_s, lower_bound_s
 from anabranch.planning.simulator import simulate as predict
 from anabranch.tools.cli import arguments
 from anabranch.tools.cli.options import ForceOption, JsonOption, NetworkOption, TraceOption
-from anabranch.tools.cli.output import check_free, print_json, show_tables
+from anabranch.tools.cli.output import check_free, print_document
 from anabranch.tools.predict.scaling import named_planners
-from anabranch.values.files import save
+from anabranch.tools.predict.scaling.compression import priced
+from anabranch.values.files import save, write_text
+from anabranch.values.network import Network
+from anabranch.values.plan import Plan
+from anabranch.values.timeline import Timeline
+from anabranch.values.trace import Trace
 
 if TYPE_CHECKING:
-    from anabranch.tools.report.documents import PlanDocument
+    from rich.console import RenderableType
+
+    from anabranch.tools.report.documents import PlanDocument, SimulateDocument
 
 
 def plan(
@@ -35,8 +44,8 @@ def plan(
     timeline = predict(gradients, made, links)
     if output:
         save(made, output, force)
-    from anabranch.tools.report.documents import PlanDocument, printed
-    from anabranch.tools.report.figures import planned_buckets, ratio, timeline_figures
+    from anabranch.tools.report.documents import PlanDocument
+    from anabranch.tools.report.figures import ratio
 
     ddp_s, alone_s = (
         gradients.forward_s + finish_s(gradients, named_planners.NAMED_PLANNERS[name](gradients, links), links)
@@ -45,25 +54,64 @@ def plan(
     document = PlanDocument(
         planner=chosen.planner,
         options=dict(chosen.options),
-        world_size=links.world_size,
-        fingerprint=made.fingerprint,
-        lanes=made.lanes,
-        **timeline_figures(timeline),
+        **_step(gradients, made, timeline, links),
         lower_bound_s=lower_bound_s(gradients, links, made.lanes),
         speedup_over_ddp_default=ratio(ddp_s, timeline.iteration_s),
         speedup_over_per_tensor=ratio(alone_s, timeline.iteration_s),
-        buckets=planned_buckets(gradients, made, timeline, links.world_size),
         written=str(output) if output else None,
     )
-    if as_json:
-        print_json(printed(document))
-    else:
-        _print(planner, document)
+    print_document(document, as_json, lambda: _plan_report(planner, document))
 
 
-def _print(planner: str, document: "PlanDocument") -> None:
+def simulate(
+    trace: TraceOption,
+    network: NetworkOption,
+    plan: Annotated[Path | None, Option(help="A plan file.")] = None,
+    planner: Annotated[str | None, Option(help="Plan first, with one of the planners; default: optimal.")] = None,
+    output: Annotated[Path | None, Option("-o", "--output", help="Write the timeline to this file.")] = None,
+    chrome: Annotated[Path | None, Option(help="Write a trace for Perfetto or chrome://tracing.")] = None,
+    force: ForceOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Predict one training step under a plan: when each bucket travels, and what of that is exposed."""
+    if plan is not None and planner is not None:
+        raise ValueError(f"--plan {plan} and --planner {planner} are both given: expected one of them")
+    check_free([output, chrome], force)
+    gradients, links = arguments.trace(trace), arguments.network(network)
+    made = arguments.plan(plan) if plan else named_planners.named_planner(planner or "optimal")(gradients, links)
+    links = priced(links, (bucket.collective for bucket in made.buckets))
+    timeline = predict(gradients, made, links)
+    if output:
+        save(timeline, output, force)
+    if chrome:
+        write_text(json.dumps(timeline.trace_events(), allow_nan=False) + "\n", chrome, force)
+    from anabranch.tools.report.documents import SimulateDocument
+
+    document = SimulateDocument(
+        plan=str(plan) if plan else None,
+        planner=None if plan else planner or "optimal",
+        **_step(gradients, made, timeline, links),
+        written=tuple(str(path) for path in (output, chrome) if path),
+    )
+    print_document(document, as_json, lambda: _step_report(document, timeline))
+
+
+def _step(trace: Trace, made: Plan, timeline: Timeline, network: Network) -> dict[str, Any]:
+    """What both documents say of a step under a plan."""
+    from anabranch.tools.report.figures import planned_buckets, timeline_figures
+
+    return {
+        "world_size": network.world_size,
+        "fingerprint": made.fingerprint,
+        "lanes": made.lanes,
+        **timeline_figures(timeline),
+        "buckets": planned_buckets(dict(enumerate(made.buckets)), timeline, trace),
+    }
+
+
+def _plan_report(planner: str, document: "PlanDocument") -> "Iterator[RenderableType]":
     from anabranch.tools.report.formatting import count, factor, plain, seconds
-    from anabranch.tools.report.tables import bucket_table, duration_pairs, facts
+    from anabranch.tools.report.tables import bucket_table, duration_pairs, facts, terminal
 
     buckets, lanes = count(len(document.buckets), "bucket"), count(document.lanes, "lane")
     ddp, alone = factor(document.speedup_over_ddp_default), factor(document.speedup_over_per_tensor)
@@ -74,5 +122,16 @@ def _print(planner: str, document: "PlanDocument") -> None:
         ("fingerprint", document.fingerprint),
         *([("written to", plain(document.written))] if document.written else []),
     ]
-    title = f"Plan by {planner}: {buckets} on {lanes}, {count(document.world_size, 'rank')}"
-    show_tables(bucket_table(document.buckets), facts(title, pairs))
+    yield terminal(bucket_table("Buckets in launch order", document.buckets))
+    yield facts(f"Plan by {planner}: {buckets} on {lanes}, {count(document.world_size, 'rank')}", pairs)
+
+
+def _step_report(document: "SimulateDocument", timeline: Timeline) -> "Iterator[RenderableType]":
+    from anabranch.tools.report.formatting import count, plain
+    from anabranch.tools.report.tables import bucket_table, duration_pairs, facts, gantt, terminal
+
+    written = [("written to", plain(path)) for path in document.written]
+    pairs = [*duration_pairs(document), ("fingerprint", document.fingerprint), *written]
+    yield terminal(bucket_table("Buckets in launch order", document.buckets))
+    yield gantt(timeline)
+    yield facts(f"One step among {count(document.world_size, 'rank')}, predicted", pairs)

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 from typer import Argument, Option
 
 from anabranch.tools.cli.options import ForceOption, JsonOption
-from anabranch.tools.cli.output import check_free, check_other, print_json, progress, show_tables
+from anabranch.tools.cli.output import check_free, check_other, progress
+from anabranch.tools.cli.show import print_saved
 from anabranch.tools.cli.user_function import RECORDED, model_and_step
 from anabranch.values.checks import Scalar
 from anabranch.values.files import save
@@ -26,30 +27,21 @@ class Precision(StrEnum):
     bf16 = "bf16"
 
 
-What = Annotated[
-    str,
-    Argument(
-        metavar="MODULE:FUNCTION",
-        help="A function of yours that returns (model, step), where step() runs one forward and one backward of model; "
-        "or the name of a model of torchvision or transformers, such as resnet50 or bert-base.",
-    ),
-]
+WHAT = Argument(
+    metavar="MODULE:FUNCTION",
+    help="A function of yours that returns (model, step), where step() runs one forward and one backward of model; or "
+    "the name of a model of torchvision or transformers, such as resnet50 or bert-base.",
+)
+PROFILE = Argument(
+    metavar="FILE",
+    help="What export_chrome_trace wrote (.json or .json.gz) of a profile with record_shapes=True, on CPU or CUDA.",
+)
 Output = Annotated[Path, Option("-o", "--output", help="Write the trace to this file.")]
-Profile = Annotated[
-    Path,
-    Argument(
-        metavar="FILE",
-        help="What export_chrome_trace wrote (.json or .json.gz) of a profile with record_shapes=True, on CPU or CUDA.",
-    ),
-]
-Batch = Annotated[
-    int | None,
-    Option(min=1, help="Samples per step: of a named model, or, for scale --batch, of what yours does."),
-]
+Batch = Annotated[int | None, Option(min=1, help="Samples per rank and step, for scale --batch.")]
 
 
 def record(
-    what: What,
+    what: Annotated[str, WHAT],
     output: Output,
     steps: Annotated[int, Option(min=1, help="Steps to record; the trace holds their median and spread.")] = 20,
     warmup: Annotated[int, Option(min=0, help="Steps before those, not recorded.")] = 5,
@@ -86,12 +78,10 @@ def record(
 
 
 def import_trace(
-    file: Profile,
+    file: Annotated[Path, PROFILE],
     output: Output,
     model: Annotated[str | None, Option(help="What to call the model; the file does not say.")] = None,
-    batch: Annotated[
-        int | None, Option(min=1, help="Samples per rank and step, for scale --batch; the file does not say.")
-    ] = None,
+    batch: Batch = None,
     force: ForceOption = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -105,19 +95,10 @@ def import_trace(
 
 def _save(command: str, trace: Trace, output: Path, force: bool, as_json: bool) -> None:
     """Write the trace, and print what is in it."""
-    from rich.text import Text
-
-    from anabranch.tools.report import figures, tables
-    from anabranch.tools.report.formatting import plain
-
     save(trace, output, force)
-    if as_json:
-        summary = {**figures.trace_figures(trace), "meta": dict(trace.meta)}
-        print_json({"command": command, **summary, "written": str(output)})
-    else:
-        about = {"Assumed": trace.meta.get("assumed"), "Not known": trace.meta.get("not_known")}
-        notes = [Text(plain(f"{what}: {said}.")) for what, said in about.items() if said is not None]
-        show_tables(tables.trace_report(trace), *notes, f"Written to {output}.")
+    about = {"Assumed": trace.meta.get("assumed"), "Not known": trace.meta.get("not_known")}
+    notes = [f"{what}: {said}." for what, said in about.items() if said is not None]
+    print_saved(command, trace, output, as_json, notes, {"meta": dict(trace.meta)})
 
 
 def _named(

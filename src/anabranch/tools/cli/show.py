@@ -1,7 +1,8 @@
 """anabranch show: the content of a trace, network, plan, timeline or cached plan, or of a sharded trace or plan."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Argument
@@ -35,26 +36,47 @@ File = Annotated[
 
 def show(file: File, as_json: JsonOption = False) -> None:
     """Show a trace, network, plan or timeline; with --json its summary and its content."""
-    summary, content, report = _shown(arguments.content(file))
-    if as_json:
-        print_json({"command": "show", "summary": summary, "content": json.loads(content)})
-    else:
+    found = arguments.content(file)
+    summary, report = _described(found)
+    if not as_json:
         show_tables(*report)
+        return
+    written: Any = dumps
+    if isinstance(found, Entry):
+        written = Entry.text
+    elif isinstance(found, ShardedTrace | ShardingPlan):
+        written = sharding_values.dumps
+    print_json({"command": "show", "summary": summary, "content": json.loads(written(found))})
 
 
-def _shown(found: Any) -> "tuple[dict[str, Any], str | bytes, list[RenderableType]]":
-    """The summary of a file's content, the content as JSON, and the tables to print."""
+def print_saved(
+    command: str, noun: Trace | Network, output: Path, as_json: bool, notes: Sequence[str], more: Mapping[str, Any]
+) -> None:
+    """Print what is in a noun that was written to ``output``: tables and notes, or JSON with ``more`` fields."""
+    from rich.text import Text
+
+    from anabranch.tools.report.formatting import plain
+
+    summary, report = _described(noun)
+    if as_json:
+        print_json({"command": command, **summary, **more, "written": str(output)})
+    else:
+        show_tables(*report, *(Text(plain(note)) for note in notes), f"Written to {output}.")
+
+
+def _described(found: Any) -> "tuple[dict[str, Any], list[RenderableType]]":
+    """The summary of a file's content, and the tables to print."""
     from anabranch.tools.report import figures, tables
 
     if isinstance(found, Entry):
-        return choice_figures(found), found.text(), _cached_report(found)
+        return choice_figures(found), _cached_report(found)
     if isinstance(found, ShardedTrace):
         summary: dict[str, Any] = {"blocks": len(found), "nbytes": found.nbytes, "compute_s": found.compute_s}
-        return summary, sharding_values.dumps(found), _sharded_trace_report(found)
+        return summary, _sharded_trace_report(found)
     if isinstance(found, ShardingPlan):
         freed = sum(unit.reshard for unit in found.units)
         summary = {"units": len(found), "blocks": len(found.names), "freed": freed, "prefetch": found.prefetch}
-        return summary, sharding_values.dumps(found), _sharding_plan_report(found)
+        return summary, _sharding_plan_report(found)
     of_kind: dict[type, tuple[Any, Any]] = {
         Trace: (figures.trace_figures, tables.trace_report),
         Network: (figures.network_figures, tables.network_report),
@@ -62,7 +84,7 @@ def _shown(found: Any) -> "tuple[dict[str, Any], str | bytes, list[RenderableTyp
         Timeline: (figures.timeline_figures, tables.timeline_report),
     }
     summarise, report = of_kind[type(found)]
-    return summarise(found), dumps(found), [report(found)]
+    return summarise(found), [report(found)]
 
 
 def _cached_report(entry: Entry) -> "list[RenderableType]":
@@ -71,12 +93,10 @@ def _cached_report(entry: Entry) -> "list[RenderableType]":
     from anabranch.tools.report.formatting import factor, label, seconds
 
     choice = entry.choice
-    about = ("backend ", "devices ", "hosts ")
-    training = [entry.key.input, *(line for line in entry.key.training if line.startswith(about))]
     pairs: list[tuple[str, str | Text]] = [
         ("model", label(entry.key.model)),
         ("ranks", str(choice.network.world_size)),
-        *((name, label(value)) for name, _, value in (line.partition(" ") for line in training)),
+        ("input", label(entry.key.input.removeprefix("input "))),
         ("versions", label(", ".join(entry.key.versions))),
         ("choice", label(choice.label)),
         ("step", f"{seconds(choice.step_s)}, spread {seconds(choice.spread_s)}"),
@@ -89,8 +109,8 @@ def _cached_report(entry: Entry) -> "list[RenderableType]":
 
 def _sharded_trace_report(trace: ShardedTrace) -> "list[RenderableType]":
     """The blocks, with what they weigh and compute."""
-    from anabranch.tools.report.formatting import count, label, seconds, size, time_scale
-    from anabranch.tools.report.tables import add_rows, columns, facts, meta_pairs
+    from anabranch.tools.report.formatting import count, seconds, size, time_scale
+    from anabranch.tools.report.tables import Cell, Table, facts, meta_pairs, number, terminal
 
     pairs: list[tuple[str, str | Text]] = [
         ("blocks", f"{count(len(trace), 'block')}, {size(trace.nbytes)} with {size(trace.rest_nbytes)} in none"),
@@ -99,23 +119,27 @@ def _sharded_trace_report(trace: ShardedTrace) -> "list[RenderableType]":
     ]
     scale = time_scale(block.backward_s for block in trace.blocks)
     headers = ["parameters", "gradients", f"forward, {scale.unit}", f"backward, {scale.unit}", "block"]
-    rows: Iterator[list[str | Text]] = (
-        [size(b.nbytes), size(b.gradient_nbytes), scale(b.forward_s), scale(b.backward_s), label(b.name)]
+    rows = [
+        [number(b.nbytes, size), number(b.gradient_nbytes, size), number(b.forward_s, scale),
+         number(b.backward_s, scale), Cell(b.name)]
         for b in trace.blocks
-    )
-    table = add_rows(columns("Blocks", *headers, left=["block"]), rows, len(trace), "block")
-    return [facts("Sharded trace", pairs), table]
+    ]  # fmt: skip
+    return [facts("Sharded trace", pairs), terminal(Table("Blocks", headers, rows))]
 
 
 def _sharding_plan_report(plan: ShardingPlan) -> "list[RenderableType]":
     """The units, with their first and last block."""
-    from anabranch.tools.report.formatting import label
-    from anabranch.tools.report.tables import add_rows, columns, facts
+    from anabranch.tools.report.tables import Cell, Table, facts, number, terminal
 
-    headers = ["#", "blocks", "after forward", "first", "last"]
-    rows: Iterator[list[str | Text]] = (
-        [str(i), str(len(u.names)), "freed" if u.reshard else "kept", label(u.names[0]), label(u.names[-1])]
-        for i, u in enumerate(plan.units)
-    )
-    table = add_rows(columns("Units", *headers, left=headers[2:]), rows, len(plan), "unit")
-    return [facts("Sharding plan", [("units", plan.described())]), table]
+    rows = [
+        [
+            number(at, str),
+            number(len(u.names)),
+            Cell("freed" if u.reshard else "kept"),
+            Cell(u.names[0]),
+            Cell(u.names[-1]),
+        ]
+        for at, u in enumerate(plan.units)
+    ]
+    table = Table("Units", ["#", "blocks", "after forward", "first", "last"], rows)
+    return [facts("Sharding plan", [("units", plan.described())]), terminal(table)]

@@ -3,7 +3,6 @@
 Whatever it does wrong is one error that names it: main() prints a ValueError as a line.
 """
 
-import inspect
 import sys
 import sysconfig
 from collections.abc import Callable, Iterator
@@ -37,12 +36,8 @@ def load_function(what: str, expected: str) -> Callable[..., Any]:
     """The function ``module:function``; modules in the working directory are found, too. Errors say ``expected``."""
     module_name, _, name = what.partition(":")
     sys.path.insert(0, str(Path.cwd()))  # stays there: the function may import more modules from it
-    try:
+    with _one_error(what, f"importing {module_name!r}", expected):
         module = import_module(module_name)
-    except (ImportError, ValueError) as error:  # ValueError: an empty name
-        raise ValueError(f"{what}: cannot import {module_name!r} ({error}); expected {expected}") from error
-    except (Exception, SystemExit) as error:  # a module may do anything as it is imported
-        raise ValueError(f"{what}: importing {module_name!r} {_raised(error)}; expected {expected}") from error
     found: Any = getattr(module, name, None)
     if not callable(found):
         seen = f"its {name!r} is of type {type(found).__name__}" if found is not None else "not there"
@@ -54,11 +49,9 @@ def load_function(what: str, expected: str) -> Callable[..., Any]:
 def model_and_step(what: str) -> "tuple[nn.Module, Callable[[], object]]":
     """For anabranch record: the model and the step that the user's function makes."""
     function, name = load_function(what, RECORDED), what.partition(":")[2]
-    _check_call(what, name, function)
     with _one_error(what, f"{name}()", "a function that returns (model, step)"):
         made = function()
     model, step = _check_returned(what, made, "step): a torch module and a function")
-    _check_call(what, "step", step)
 
     def one_step() -> None:
         with _one_error(what, "its step()", "one that runs a forward and a backward, however often"):
@@ -70,7 +63,6 @@ def model_and_step(what: str) -> "tuple[nn.Module, Callable[[], object]]":
 def build_at(what: str) -> "BuildAt":
     """For anabranch memory: by batch, what the user's function makes; ValueError if that cannot be trained."""
     function, name = load_function(what, BUILT), what.partition(":")[2]
-    _check_call(what, name, function, "batch", "device")
 
     def made(batch: int, device: "torch.device") -> "tuple[nn.Module, Loss]":
         with _one_error(what, f"{name}({batch}, {str(device)!r})", BUILT):
@@ -82,9 +74,6 @@ def build_at(what: str) -> "BuildAt":
                     f"{what}: {key} of its model is on {parameter.device}, expected on {device}, the device that "
                     f"{name} was given: make the model in it, with device=device"
                 )
-        if not any(parameter.requires_grad for parameter in model.parameters()):
-            raise ValueError(f"{what}: no parameter of its model requires a gradient, expected a model that is trained")
-        _check_call(what, "loss", loss, "model")
         return model, partial(_loss, what, loss, device)
 
     return lambda batch: partial(made, batch)
@@ -110,14 +99,11 @@ def _loss(what: str, loss: "Loss", device: "torch.device", model: "nn.Module") -
 
     with _one_error(what, f"its loss of a model on {str(device)!r}", ON_DEVICE):
         value: Any = loss(model)
-    if not isinstance(value, Tensor) or value.numel() != 1:
-        shape = f" of shape {list(value.shape)}" if isinstance(value, Tensor) else ""
-        raise ValueError(f"{what}: its loss is a {type(value).__name__}{shape}, expected a tensor of one element")
-    if not value.requires_grad:
-        raise ValueError(
-            f"{what}: its loss depends on no parameter that requires a gradient, expected one that is trained: see "
-            "requires_grad of the model, and no_grad and detach in its loss"
-        )
+    if not isinstance(value, Tensor) or value.numel() != 1 or not value.requires_grad:
+        found = f"a {type(value).__name__}"
+        if isinstance(value, Tensor):
+            found = f"a tensor of shape {list(value.shape)} with requires_grad={value.requires_grad}"
+        raise ValueError(f"{what}: its loss is {found}, expected one number that depends on a trained parameter")
     return value
 
 
@@ -127,20 +113,12 @@ def _one_error(what: str, doing: str, expected: str) -> Iterator[None]:
     try:
         yield
     except (Exception, SystemExit) as error:
+        said = " ".join(str(error).split())
+        said = f": {said[:MOST_LETTERS]}{'…' * (len(said) > MOST_LETTERS)}" if said else ""
         raise ValueError(
-            f"{what}: {doing} {_raised(error)}; expected {expected}; call it in Python for the whole traceback"
+            f"{what}: {doing} raised {type(error).__name__}{_place(error)}{said}; expected {expected}; call it in "
+            "Python for the whole traceback"
         ) from error
-
-
-def _check_call(what: str, name: str, call: Callable[..., Any], *arguments: str) -> None:
-    """Refuse a function that cannot be called with these arguments; a builtin without a signature is accepted."""
-    try:
-        inspect.signature(call).bind(*arguments)
-    except TypeError as error:
-        called = f"{name}({', '.join(arguments)})"
-        raise ValueError(f"{what}: its {name} cannot be called as {called}: {error}; expected one that can") from error
-    except ValueError:
-        pass
 
 
 def _check_returned(what: str, made: Any, second: str) -> "tuple[nn.Module, Callable[..., Any]]":
@@ -153,21 +131,11 @@ def _check_returned(what: str, made: Any, second: str) -> "tuple[nn.Module, Call
     raise ValueError(f"{what}: returned ({kinds}), expected (model, {second}")
 
 
-def _raised(error: BaseException) -> str:
-    """What was raised, where in the user's own files, and what it says, as the middle of a sentence."""
-    said = " ".join(str(error).split())
-    said = f": {said[:MOST_LETTERS]}{'…' * (len(said) > MOST_LETTERS)}" if said else ""
-    return f"raised {type(error).__name__}{_place(error)}{said}"
-
-
 def _place(error: BaseException) -> str:
     """The last line of a traceback that is neither Python's, nor of an installed library, nor ours."""
     paths = sysconfig.get_paths()
     others = [*(Path(paths[name]) for name in ("stdlib", "purelib", "platlib")), Path(anabranch.__file__).parent]
-    own = [
-        frame
-        for frame in extract_tb(error.__traceback__)
-        if not frame.filename.startswith("<")
-        and not any(Path(frame.filename).is_relative_to(other) for other in others)
-    ]
-    return f" at {own[-1].filename}:{own[-1].lineno}" if own else ""
+    for frame in reversed(extract_tb(error.__traceback__)):
+        if not frame.filename.startswith("<") and not any(map(Path(frame.filename).is_relative_to, others)):
+            return f" at {frame.filename}:{frame.lineno}"
+    return ""

@@ -6,53 +6,80 @@ turns, so that whatever slows the machine slows all of them. Rank 0 shows progre
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, replace
-from functools import partial
+from dataclasses import asdict, dataclass, replace
+from functools import cache, partial
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
+from time import perf_counter
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from rich.console import Console
+from rich.progress import track
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_leaves
 
-from anabranch import planning as planners
 from anabranch.exchange.agreement import true_on_all_ranks
-from anabranch.observe.measure import measure
+from anabranch.exchange.compression import Compress
+from anabranch.observe.loggers import JsonLines
 from anabranch.parallel import DataParallel
-from anabranch.tools.bench.contestants import DDP_OPTIONS, PLAN_WARMUP_STEPS, Contestant, reference_contestants
+from anabranch.tools.bench.contestants import Contestant, reference_contestants
 from anabranch.tools.bench.race import RaceSettings, race_all
-from anabranch.tools.bench.workload import Workload, replay_workload
+from anabranch.tools.bench.workload import Workload
 from anabranch.tools.bench.zoo import Step
-from anabranch.tools.demo.trainings import (
-    AUTO,
-    BATCH,
-    ON_FAST_LINKS,
-    ON_SLOW_LINKS,
-    Training,
-    batch_of,
-    forward_backward,
-    new_model,
-)
-from anabranch.tools.report.documents import BASELINE, OURS, Benchmark
-from anabranch.tuning.predictions import predicted_s, prediction_s
-from anabranch.values.files import load_bundled_trace
-from anabranch.values.plan import Plan
+from anabranch.tools.demo.text import CharTransformer, StandardLibrary
+from anabranch.tools.report.documents import BASELINE, OURS, Benchmark, DemoTraining
+from anabranch.tuning.explain import in_short
+from anabranch.tuning.predictions import prediction_s
+from anabranch.values.files import save
+from anabranch.values.kinds.options import OkTopk
 
 SLOW, FAST = "slow", "fast"  # the demo's two parts
+WARMUP_STEPS = 5  # of Ok-Topk, whose default of 100 is more than the whole demo
+LAYERS = 2  # with more of them, the demo takes longer than a newcomer waits
+BATCH = 4
 LONGER = 2  # how many times as many steps compressed trainings have, so that all end at about the same time
+MOST_STEPS_TO_SETTLE = 40
+TRACED_STEPS = 3
 RACE = RaceSettings(iters=8, batches=1, warmup=1)
 SHORT_RACE = RaceSettings(iters=8, batches=5, warmup=1)  # for steps so short that single ones show noise only
 SHORT_S = 0.06  # of a step
-# A plan that sends everything gains most where the network takes about as long as backward. At the demo's fast links
-# that is so for GoogLeNet as recorded on an H200, ten times slower: replayed, so that any machine can.
-REPLAYED, SLOWER = "googlenet", 10.0
-REPLAY_RACE = RaceSettings(iters=7, batches=1, warmup=1)
-MEASURE_S = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """A name, the line of code that wraps the model, and the same as a function.
+
+    ``compressed``: whether it may send less than all values.
+    """
+
+    name: str
+    code: str
+    wrap: Callable[[nn.Module], DistributedDataParallel]
+    compressed: bool = False
+
+
+def _ours(name: str, compress: Compress = None, written: str = "") -> Setup:
+    """A DataParallel without a cache, because the demo shows what is found on this machine today."""
+    code = f"ab.DataParallel(model, compress={written})" if written else "ab.DataParallel(model)"
+    return Setup(name, code, lambda model: DataParallel(model, compress=compress, cache=False), bool(written))
+
+
+def _oktopk(density: float) -> Setup:
+    options = OkTopk(density=density, warmup_steps=WARMUP_STEPS)
+    written = f"ab.OkTopk(density={density}, warmup_steps={WARMUP_STEPS})"
+    return _ours(f"Ok-Topk {density:.0%}".replace("%", " %"), options, written)
+
+
+DDP = Setup(BASELINE, "DistributedDataParallel(model)", DistributedDataParallel)
+INT8, OKTOPK_1, AUTO = _ours("int8", "int8", '"int8"'), _oktopk(0.01), _ours("auto", "auto", '"auto"')
+ON_SLOW_LINKS = (DDP, _ours(OURS), INT8, _oktopk(0.1), OKTOPK_1, AUTO)
+ON_FAST_LINKS = (DDP, INT8, OKTOPK_1, AUTO)
 
 
 def main(part: str, folder: Path, steps: int) -> None:
@@ -69,21 +96,111 @@ def slow_links(folder: Path, steps: int) -> dict[str, Any]:
     """Every setup, compared by its losses and its steps."""
     trainings = [Training(setup, folder if setup is AUTO else None) for setup in ON_SLOW_LINKS]
     benchmark = _train_and_race(trainings, steps, LONGER * steps)
-    results = [asdict(training.result()) for training in trainings]
     parameters = sum(parameter.numel() for parameter in new_model().parameters())
-    for training in trainings:
-        training.close()
+    results = [asdict(training.result()) for training in trainings]
+    _close(trainings)
     return {"parameters": parameters, "benchmark": asdict(benchmark), "trainings": results}
 
 
 def fast_links(steps: int) -> dict[str, Any]:
-    """Some setups where the network is no limit, and DDP and DataParallel where it just about keeps up."""
+    """The steps of some setups where the network is no limit."""
     trainings = [Training(setup) for setup in ON_FAST_LINKS]
     benchmark = _train_and_race(trainings, steps, steps)
-    for training in trainings:
-        training.close()
-    _say(f"{REPLAYED}, replayed, as DDP and by a plan, in turns")
-    return {"benchmark": asdict(benchmark), "replayed": asdict(_named(replay()))}
+    _close(trainings)
+    return asdict(benchmark)
+
+
+class Training:
+    """A training; with ``folder``, rank 0 writes there what ``anabranch report`` draws of it."""
+
+    def __init__(self, setup: Setup, folder: Path | None = None) -> None:
+        self.setup = setup
+        self._folder = folder
+        self._model = setup.wrap(new_model())
+        self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=3e-4)
+        self._losses: list[float] = []
+        self._elapsed_s: list[float] = []
+        if folder is not None and self.ours is not None:
+            self.ours.log_to(JsonLines(folder / f"{setup.name}.jsonl"))
+
+    @property
+    def ours(self) -> DataParallel | None:
+        """The model as a DataParallel; None under stock DDP."""
+        return self._model if isinstance(self._model, DataParallel) else None
+
+    def run(self, steps: int) -> None:
+        """Train, then end the search for a plan. Collective."""
+        dist.barrier()
+        quiet = dist.get_rank() != 0 or not sys.stderr.isatty()
+        title, console = self.setup.name.ljust(12), Console(stderr=True)
+        begun_s = perf_counter()
+        for step in track(range(steps), title, console=console, disable=quiet, transient=True):
+            loss = self._model(batch_of(step))
+            self._optimizer.zero_grad()
+            loss.backward()
+            self._optimizer.step()
+            self._losses.append(loss.item())
+            self._elapsed_s.append(perf_counter() - begun_s)
+        means = torch.tensor(self._losses, dtype=torch.float64)
+        dist.all_reduce(means)
+        self._losses = (means / dist.get_world_size()).tolist()
+        if self.ours is not None:
+            self._settle(self.ours)
+
+    def _settle(self, model: DataParallel) -> None:
+        """End the search, so that turns compare its result, and trace some steps after it."""
+        model.hold()
+        step = partial(forward_backward, model, batch_of(0))
+        done = len(self._losses)
+        most = done + MOST_STEPS_TO_SETTLE
+        while done < most and not true_on_all_ranks(model.timeline is not None, model.process_group):
+            step()
+            done += 1
+        if self._folder is not None:
+            path = self._folder / f"{self.setup.name}_steps.json"
+            model.trace_steps(done + 1, done + TRACED_STEPS, path)
+            for _ in range(TRACED_STEPS):
+                step()
+            if dist.get_rank() == 0:
+                self._save(model, self._folder)
+
+    def _save(self, model: DataParallel, folder: Path) -> None:
+        for name in ("trace", "network", "plan", "timeline"):
+            if (noun := getattr(model, name)) is not None:
+                save(noun, folder / f"{self.setup.name}_{name}.json")
+        with (folder / f"{self.setup.name}.jsonl").open("a", encoding="utf-8") as file:
+            file.writelines(json.dumps({"step": n, "loss": loss}) + "\n" for n, loss in enumerate(self._losses, 1))
+
+    def contestant(self, warmup: int) -> Contestant:
+        """Its turns in a race, in which nothing is learned any more."""
+        step, model = partial(forward_backward, self._model, batch_of(0)), self.ours
+        plan, predicted_s = (model.plan if model is not None else None), None
+        if model is not None and model.trace is not None and model.network is not None:
+            predicted_s = prediction_s(model.trace, plan, model.network)
+        return Contestant(self.setup.name, lambda: nullcontext(step), plan, predicted_s, warmup)
+
+    def result(self) -> DemoTraining:
+        """What it has learned and when, what it keeps from step to step, and what it runs and why."""
+        model, parameters = self.ours, list(self._model.parameters())
+        tuner = model._tuner if model is not None else None
+        held = {
+            "parameters": parameters,
+            "gradients": [parameter.grad for parameter in parameters],
+            "optimizer": list(self._optimizer.state.values()),
+            "residuals": model.comm_state_dict() if model is not None else {},
+        }
+        return DemoTraining(
+            name=self.setup.name,
+            code=self.setup.code,
+            losses=tuple(self._losses),
+            elapsed_s=tuple(self._elapsed_s),
+            memory={
+                what: sum(tensor.nbytes for tensor in tree_leaves(tensors) if isinstance(tensor, torch.Tensor))
+                for what, tensors in held.items()
+            },
+            chosen=in_short(tuner.findings()) if tuner is not None else "",
+            explanation=model.explain() if model is not None else "",
+        )
 
 
 def _train_and_race(trainings: Sequence[Training], steps: int, compressed_steps: int) -> Benchmark:
@@ -107,50 +224,42 @@ def _train_and_race(trainings: Sequence[Training], steps: int, compressed_steps:
     work = Workload("character transformer", BATCH, "seq", torch.device("cpu"), _build)
     compute_only, *_ = reference_contestants(*work.build(), work.device)
     contestants = [replace(compute_only, warmup=settings.warmup), *contestants]
-    return _named(race_all(work, settings, contestants, model.trace, lambda _: None))
+    benchmark = race_all(work, settings, contestants, model.trace, lambda _: None)
+    # With the command that a user would repeat it by, instead of this rank's own.
+    return replace(benchmark, facts={**benchmark.facts, "command": "anabranch demo"})
+
+
+def _close(trainings: Sequence[Training]) -> None:
+    """Release the groups and threads of every DataParallel."""
+    for training in trainings:
+        if training.ours is not None:
+            training.ours.close()
 
 
 def _build() -> tuple[nn.Module, Step]:
     return new_model(), partial(forward_backward, batch=batch_of(0))
 
 
-def replay() -> Benchmark:
-    """Steps of DDP and of DataParallel with the exact plan for a replayed trace, in turns, and the predictions.
-
-    Collective.
-    """
-    recorded, device, group = load_bundled_trace(REPLAYED), torch.device("cpu"), dist.group.WORLD
-    work, trace = replay_workload(REPLAYED, recorded, SLOWER), recorded.scaled(SLOWER)
-    assert group is not None
-    network = measure([group], device, trace.nbytes, MEASURE_S)
-    plan = planners.optimal(trace, network)
-    compute_only, *_ = reference_contestants(*work.build(), device)
-    model, ddp_step = work.build()
-    ddp = DistributedDataParallel(model, **DDP_OPTIONS)
-    model, our_step = work.build()
-    ours = DataParallel(model, plan=plan, profile_steps=0, cache=False, **DDP_OPTIONS)
-    for _ in range(PLAN_WARMUP_STEPS):
-        ddp_step(ddp)
-        our_step(ours)
-
-    def contestant(name: str, step: partial[None], its_plan: Plan) -> Contestant:
-        expected_s = predicted_s(trace, its_plan, network)
-        return Contestant(name, lambda: nullcontext(step), its_plan, expected_s, REPLAY_RACE.warmup)
-
-    contestants = [
-        replace(compute_only, warmup=REPLAY_RACE.warmup),
-        contestant(BASELINE, partial(ddp_step, ddp), planners.by_bytes(trace, network)),
-        contestant(OURS, partial(our_step, ours), plan),
-    ]
-    benchmark = race_all(work, REPLAY_RACE, contestants, trace, lambda _: None)
-    benchmark = replace(benchmark, explanation=ours.explain())
-    ours.close()
-    return benchmark
+def new_model() -> CharTransformer:
+    """The demo's model, with the same weights every time."""
+    torch.manual_seed(0)
+    return CharTransformer(layers=LAYERS)
 
 
-def _named(benchmark: Benchmark) -> Benchmark:
-    """With the command that a user would repeat it by, instead of this rank's own."""
-    return replace(benchmark, facts={**benchmark.facts, "command": "anabranch demo"})
+def batch_of(step: int) -> torch.Tensor:
+    """This rank's batch."""
+    return _text().batch(step, dist.get_rank(), dist.get_world_size())
+
+
+@cache
+def _text() -> StandardLibrary:
+    return StandardLibrary(batch=BATCH)
+
+
+def forward_backward(model: nn.Module, batch: torch.Tensor) -> None:
+    """From the start of forward to averaged gradients: what predictions are about. The optimizer has no part in it."""
+    model.zero_grad(set_to_none=True)
+    model(batch).backward()
 
 
 def _say(words: str) -> None:

@@ -6,23 +6,10 @@ from statistics import fmean, stdev
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from anabranch.tools.report.chart import (
-    Chart,
-    axis,
-    bar_style,
-    bars,
-    hover_text,
-    layout,
-    plotly_text,
-    points,
-    rows_axis,
-)
+from anabranch.tools.report.chart import Chart, bar_chart, bar_style, bars, hover_text, plotly_text, series
 from anabranch.tools.report.documents import BASELINE, COMPILED, COMPUTE, OURS, Benchmark
 from anabranch.tools.report.formatting import percent, plain, seconds, time_scale
 from anabranch.tools.report.tables import Cell, Table, facts, number, terminal
-
-ROW_PX, EDGE_PX = 34, 110
-ROOM = 1.3  # for the text behind the longest bar
 
 
 def benchmark_table(found: Benchmark, best: bool = True) -> Table:
@@ -64,40 +51,27 @@ def benchmark_report(found: Benchmark) -> RenderableType:
 
 def benchmark_chart(key: str, label: str, found: Benchmark, caption: str = "") -> Chart:
     """A bar per contestant: computing alone, and what its step takes on top of it; a diamond where it was predicted."""
-    alone = next((row for row in found.rows if row.name == COMPUTE), None)
-    rows = [row for row in found.rows if row is not alone]
+    alone_s = next((row.step_s for row in found.rows if row.name == COMPUTE), 0.0)
+    rows = [row for row in found.rows if row.name != COMPUTE]
     scale = time_scale(row.step_s for row in rows)
-    places = list(range(len(rows)))
-    computing = [min(row.step_s, alone.step_s) if alone else 0.0 for row in rows]
-    rest = [row.step_s - alone_s for row, alone_s in zip(rows, computing, strict=True)]
+    unit, places = scale.per_second, range(len(rows))
+    computing = [min(row.step_s, alone_s) for row in rows]
+    rest = [row.step_s - own_s for row, own_s in zip(rows, computing, strict=True)]
     hovers = [
         hover_text(f"<b>{plotly_text(row.name)}</b>: step {seconds(row.step_s)}",
-                   f"computing alone {seconds(alone_s)}, the rest {seconds(rest_s)} ({percent(rest_s / row.step_s)})",
+                   f"computing alone {seconds(own_s)}, the rest {seconds(rest_s)} ({percent(rest_s / row.step_s)})",
                    f"predicted {seconds(row.predicted_s)}" if row.predicted_s is not None else "")
-        for row, alone_s, rest_s in zip(rows, computing, rest, strict=True)
+        for row, own_s, rest_s in zip(rows, computing, rest, strict=True)
     ]  # fmt: skip
-    unit = scale.per_second
-    known = [(at, row.predicted_s) for at, row in enumerate(rows) if row.predicted_s is not None]
-    name, style = ("exposed", bar_style("--exposed", "/")) if alone else ("step", bar_style("--wire", ""))
-    drawn = [bars(name, [at_s * unit for at_s in rest], places, hovers, style)]
-    if alone is not None:
-        style = bar_style("--compute", "")
-        drawn.insert(0, bars("computing", [at_s * unit for at_s in computing], places, hovers, style))
-    if known:
-        look = {"symbol": "diamond", "size": 10, "color": "--page", "line": {"color": "--ink", "width": 1.5}}
-        hovers = [f"predicted {seconds(at_s)}" for _, at_s in known]
-        drawn.append(points("predicted", [at_s * unit for _, at_s in known], [at for at, _ in known], hovers, look))
-    ends = [max(row.step_s, row.predicted_s or 0.0) * unit for row in rows]
-    texts = [f"   {row.step_s * unit:.3g} {scale.unit}" for row in rows]
-    drawn.append({
-        "type": "scatter", "mode": "text", "name": "", "x": ends, "y": places, "text": texts, "hoverinfo": "skip",
-        "textposition": "middle right", "textfont": {"color": "--ink"}, "cliponaxis": False, "showlegend": False,
-    })  # fmt: skip
-    shape = layout(
-        axis(f"{scale.unit} a step", range=[0, ROOM * max(ends)]), rows_axis([row.name for row in rows], 24),
-        barmode="stack", bargap=0.25,
-    )  # fmt: skip
-    return Chart(key, label, drawn, shape, ROW_PX * len(rows) + EDGE_PX, caption, arrow_key_series=[0])
+    name, style = ("exposed", bar_style("--exposed", "/")) if alone_s else ("step", bar_style("--wire", ""))
+    parts = [bars(name, [at_s * unit for at_s in rest], places, hovers, style)]
+    if alone_s:
+        lengths = [at_s * unit for at_s in computing]
+        parts.insert(0, bars("computing", lengths, places, hovers, bar_style("--compute", "")))
+    known = {at: row.predicted_s for at, row in enumerate(rows) if row.predicted_s is not None}
+    hovers = [f"predicted {seconds(at_s)}" for at_s in known.values()]
+    marks = series("predicted", [at_s * unit for at_s in known.values()], list(known), hovers) if known else None
+    return bar_chart(key, label, f"{scale.unit} a step", [row.name for row in rows], parts, marks, caption)
 
 
 def closing_lines(found: Benchmark) -> list[str]:

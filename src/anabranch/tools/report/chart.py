@@ -1,4 +1,4 @@
-"""Chart: a plotly figure as plain values, with its title and caption.
+"""Chart: a plotly figure as plain values, with its caption.
 
 Colours are names of the page's CSS variables ("--c1", or "--c1/0.16" with an opacity), which differ between light and
 dark. Series also differ by pattern, dash or symbol, for readers who cannot tell the colours apart. plotly interprets
@@ -20,6 +20,8 @@ SYMBOLS = ("circle", "square", "triangle-up", "diamond", "cross", "x", "star", "
 PATTERNS = ("", "/", "x", ".", "\\", "-", "|", "+")
 MAX_LETTERS = 64  # of a name in a chart, where there is no room to wrap
 HOVER_NAMES = 14  # that fit on a phone
+ROW_PX, EDGE_PX = 38, 120  # of a chart of bars
+ROOM = 1.3  # for the text behind the longest bar
 
 Series = dict[str, Any]
 Layout = dict[str, Any]
@@ -30,8 +32,7 @@ class Chart:
     """A plotly figure with its caption, and how to move in it by keys.
 
     The keys ← and → move from point to point of the series ``arrow_key_series`` (their places in ``data``; None: all
-    that have hover texts). With ``one_curve_at_a_time`` they stay on one series, and ↑ and ↓ change it. Two charts of
-    ``half_width`` share a row where there is room.
+    that have hover texts). With ``one_curve_at_a_time`` they stay on one series, and ↑ and ↓ change it.
     """
 
     key: str
@@ -40,10 +41,8 @@ class Chart:
     layout: Layout
     height: int
     caption: str = ""
-    title: str = ""
     arrow_key_series: Sequence[int] | None = None
     one_curve_at_a_time: bool = False
-    half_width: bool = False
 
     @property
     def figure(self) -> dict[str, Any]:
@@ -80,17 +79,12 @@ def name_lines(names: Sequence[str]) -> list[str]:
     return [*lines, f"… and {more:,} more"] if more > 0 else lines
 
 
-# ------------------------------------------------------------------------------------------------------------ styles
+# ------------------------------------------------------------------------------------------------------------ series
 
 
 def colour(index: int) -> str:
     """The colour of series number ``index``."""
     return COLOURS[index % len(COLOURS)]
-
-
-def line(index: int) -> dict[str, Any]:
-    """The line style of series number ``index``: colour and dash."""
-    return {"color": colour(index), "dash": DASHES[index % len(DASHES)], "width": 2}
 
 
 def marker(index: int) -> dict[str, Any]:
@@ -104,51 +98,33 @@ def bar_style(colour: str, pattern: str) -> dict[str, Any]:
     return {"color": colour, "pattern": {"shape": pattern, **hatching}, "line": {"color": "--page", "width": 0.7}}
 
 
-# ------------------------------------------------------------------------------------------------------------ series
+def series(name: str, x: Sequence[float], y: Sequence[float], hovers: Sequence[str], **style: Any) -> Series:
+    """Points with a hover text each. The template is the same for all, so plotly takes no word of a file for one."""
+    texts = {"customdata": list(hovers), "hovertemplate": "%{customdata}<extra></extra>"}
+    return {"name": plotly_text(name), "x": list(x), "y": list(y), **texts, **style}
 
 
 def curve(name: str, x: Sequence[float], y: Sequence[float], hovers: Sequence[str], index: int, **more: Any) -> Series:
     """A line with markers, in the style of series number ``index``."""
-    return {
-        "type": "scatter", "mode": "lines+markers", "name": plotly_text(name), "x": list(x), "y": list(y),
-        "line": line(index), "marker": marker(index), **_hovers(hovers), **more,
-    }  # fmt: skip
+    line = {"color": colour(index), "dash": DASHES[index % len(DASHES)], "width": 2}
+    style = {"type": "scatter", "mode": "lines+markers", "line": line, "marker": marker(index)}
+    return series(name, x, y, hovers, **{**style, **more})
 
 
 def bars(
     name: str, x: Sequence[float], rows: Sequence[float], hovers: Sequence[str], style: dict[str, Any], **more: Any
 ) -> Series:
     """Horizontal bars of one kind."""
-    return {
-        "type": "bar", "orientation": "h", "name": plotly_text(name), "x": list(x), "y": list(rows), "marker": style,
-        **_hovers(hovers), **more,
-    }  # fmt: skip
+    return series(name, x, rows, hovers, type="bar", orientation="h", marker=style, **more)
 
 
-def points(
-    name: str, x: Sequence[float], rows: Sequence[float], hovers: Sequence[str], style: dict[str, Any]
-) -> Series:
-    """Marks without a line."""
-    return {
-        "type": "scatter", "mode": "markers", "name": plotly_text(name), "x": list(x), "y": list(rows),
-        "marker": style, **_hovers(hovers),
-    }  # fmt: skip
-
-
-def band(
-    x: Sequence[float], low: Sequence[float], high: Sequence[float], index: int, edge: int = 0, **more: Any
-) -> Series:
-    """The area between two curves. It takes no pointer events; an ``edge`` of 1 pixel keeps narrow spikes visible."""
+def band(x: Sequence[float], low: Sequence[float], high: Sequence[float], index: int, **more: Any) -> Series:
+    """The area between two curves. It takes no pointer events."""
     return {
         "type": "scatter", "mode": "lines", "x": [*x, *reversed(x)], "y": [*high, *reversed(low)], "fill": "toself",
-        "fillcolor": f"{colour(index)}/0.16", "line": {"width": edge, "color": f"{colour(index)}/0.5"},
-        "hoverinfo": "skip", "name": "", "showlegend": False, **more,
+        "fillcolor": f"{colour(index)}/0.16", "line": {"width": 0}, "hoverinfo": "skip", "name": "",
+        "showlegend": False, **more,
     }  # fmt: skip
-
-
-def _hovers(hovers: Sequence[str]) -> dict[str, Any]:
-    # The same template for all: words of a file are data, which plotly does not interpret as a template.
-    return {"customdata": list(hovers), "hovertemplate": "%{customdata}<extra></extra>"}
 
 
 # ------------------------------------------------------------------------------------------------------------ layout
@@ -165,12 +141,35 @@ def axis(title: str, **more: Any) -> dict[str, Any]:
     return {"title": {"text": title}, **more}
 
 
-def rows_axis(labels: Sequence[str], longest: int, rows: Sequence[float] | None = None) -> dict[str, Any]:
+def rows_axis(labels: Sequence[str], longest: int) -> dict[str, Any]:
     """A vertical axis of named rows, the first at the top."""
     return {
-        "tickvals": list(range(len(labels)) if rows is None else rows), "autorange": "reversed", "fixedrange": True,
-        "ticktext": [plotly_text(label, longest) for label in labels], "showgrid": False, "zeroline": False,
+        "tickvals": list(range(len(labels))), "ticktext": [plotly_text(label, longest) for label in labels],
+        "autorange": "reversed", "fixedrange": True, "showgrid": False, "zeroline": False,
     }  # fmt: skip
+
+
+def bar_chart(
+    key: str, label: str, unit: str, rows: Sequence[str], parts: Sequence[Series], marks: Series | None, caption: str
+) -> Chart:
+    """A bar per row, stacked from ``parts`` (``bars`` of all rows), its length behind it; ``marks`` lie on the bars."""
+    lengths = [sum(part["x"][row] for part in parts) for row in range(len(rows))]
+    ends = list(lengths)
+    data = list(parts)
+    if marks is not None:
+        look = {"symbol": "diamond", "size": 10, "color": "--page", "line": {"color": "--ink", "width": 1.5}}
+        data.append({**marks, "type": "scatter", "mode": "markers", "marker": look})
+        for row, at in zip(marks["y"], marks["x"], strict=True):
+            ends[row] = max(ends[row], at)
+    data.append({
+        "type": "scatter", "mode": "text", "name": "", "x": ends, "y": list(range(len(rows))), "hoverinfo": "skip",
+        "text": [f"   {length:.3g} {unit.partition(' ')[0]}" for length in lengths], "textposition": "middle right",
+        "textfont": {"color": "--ink"}, "cliponaxis": False, "showlegend": False,
+    })  # fmt: skip
+    shape = layout(
+        axis(unit, range=[0, ROOM * max(ends, default=1.0)]), rows_axis(rows, 24), barmode="stack", bargap=0.25
+    )
+    return Chart(key, label, data, shape, ROW_PX * len(rows) + EDGE_PX, caption, range(len(parts)))
 
 
 def log_ticks(values: Sequence[float]) -> dict[str, Any]:

@@ -9,14 +9,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from anabranch.tools.report.chart import Chart, axis, curve, hover_text, layout, marker, plotly_text
-from anabranch.tools.report.documents import (
-    BASELINE,
-    COMPUTE,
-    Benchmark,
-    BenchmarkRow,
-    DemoDocument,
-    DemoTraining,
-)
+from anabranch.tools.report.documents import BASELINE, COMPUTE, Benchmark, BenchmarkRow, DemoDocument, DemoTraining
 from anabranch.tools.report.formatting import plain, signed_percent, size, time_scale
 from anabranch.tools.report.tables import Cell, Table, number, terminal
 from anabranch.tools.report.templates import environment
@@ -113,17 +106,17 @@ SENTENCES = (gain, best_gain, compared_steps, exposed_share, is_limited, reached
 def demo_table(found: DemoDocument) -> Table:
     """Every training: its step, its loss, when it reached DDP's, and what it keeps in memory."""
     benchmark, steps = found.benchmark, compared_steps(found)
-    target = compared_loss(found, found.training(BASELINE))
     scale = time_scale(row.step_s for row in benchmark.rows)
+    at_s = {training.name: at_s for training, at_s in reached(found)}
     headers = ["trained as", f"step\n{scale.unit}", "step /\nDDP", f"predicted\n{scale.unit}",
                f"loss at\nstep {steps:,}", "loss /\nDDP", "DDP's\nat, s", "memory", "residuals"]  # fmt: skip
     rows = []
     for training in found.trainings:
-        row, gained, ratio = benchmark.row(training.name), gain(found, training), found.benchmark.ratio_to_ddp
+        row, gained = benchmark.row(training.name), gain(found, training)
         rows.append([
-            Cell(training.name), number(row.step_s, scale), number(ratio(row), "{:.2f}".format, 1.0),
+            Cell(training.name), number(row.step_s, scale), number(benchmark.ratio_to_ddp(row), "{:.2f}".format, 1.0),
             number(row.predicted_s, scale), number(gained.loss, "{:.3f}".format), number(gained.price, signed_percent),
-            number(reached_s(training, target), "{:.1f}".format), number(sum(training.memory.values()), size),
+            number(at_s[training.name], "{:.1f}".format), number(sum(training.memory.values()), size),
             number(training.memory.get("residuals") or None, size),
         ])  # fmt: skip
     caption = (
@@ -132,8 +125,7 @@ def demo_table(found: DemoDocument) -> Table:
         "searching included. Memory of a rank: parameters, gradients, optimizer, residuals. Ok-Topk warms up for few "
         "steps here; its default of 100 costs less in loss."
     )
-    title = f"{found.parameters:,} parameters, {benchmark.ranks} ranks; {found.link}"
-    return Table(title, headers, rows, caption)
+    return Table(f"{found.parameters:,} parameters, {benchmark.ranks} ranks; {found.link}", headers, rows, caption)
 
 
 def demo_report(found: DemoDocument) -> RenderableType:
@@ -159,12 +151,12 @@ def loss_chart(key: str, found: DemoDocument) -> Chart:
     target = compared_loss(found, found.training(BASELINE))
     dotted = {"type": "line", "xref": "paper", "x0": 0, "x1": 1, "y0": target, "y1": target,
               "line": {"color": "--soft", "width": 1, "dash": "dot"}}  # fmt: skip
-    x = axis("seconds since the training began, searching included", rangemode="tozero")
     caption = (
         f"At each step the mean over the ranks and the last {AVERAGED_STEPS} steps. The dotted line is where DDP "
         "ended, after fewer steps than the compressed trainings. Where a curve is flat near its start, the network is "
         "being measured, during one step: searching costs a few seconds once, which is much of so short a training."
     )
-    label = "Loss against wall-clock time for every training"
+    x = axis("seconds since the training began, searching included", rangemode="tozero")
     shape = layout(x, axis("loss", nticks=7), shapes=[dotted])
+    label = "Loss against wall-clock time for every training"
     return Chart(key, label, data, shape, LOSS_PX, caption, one_curve_at_a_time=True)

@@ -46,24 +46,24 @@ class _Read:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedBucket(_Read):
-    """One bucket of a predicted step; times count from the start of backward.
+    """One bucket of a step; times count from the start of backward, and one rank sends ``sent_nbytes`` for it.
 
-    ``sent_nbytes``: what one rank sends for it, None where that is not known.
+    None where a number is not known, as of measured steps; those that are predicted lack ``sent_nbytes`` at most.
     """
 
     index: Count
     lane: Annotated[int, Field(ge=0, lt=MAX_LANES)]
     collective: Name
     tensors: Count
-    nbytes: Count
-    ready_s: Instant
-    start_s: Instant
-    end_s: Instant
+    nbytes: Count | None
+    ready_s: Instant | None
+    start_s: Instant | None
+    end_s: Instant | None
     names: Annotated[tuple[Name, ...], Field(min_length=1)]
     sent_nbytes: Count | None = None
 
     def __post_init__(self) -> None:
-        if self.end_s < self.start_s:
+        if self.start_s is not None and self.end_s is not None and self.end_s < self.start_s:
             raise ValueError(f"bucket {self.index} ends at {self.end_s} s, before it starts at {self.start_s} s")
 
 
@@ -330,7 +330,6 @@ class DemoDocument(_Read):
     link         the network between the ranks, in words
     benchmark    the steps of all setups and of computing alone, in turns
     fast         the same of some of them on faster links; None where nothing was slowed down
-    replayed     DDP and DataParallel on the same faster links, for a model that just about keeps them busy
     """
 
     command: Literal["demo"] = "demo"
@@ -339,7 +338,6 @@ class DemoDocument(_Read):
     benchmark: Benchmark
     trainings: tuple[DemoTraining, ...]
     fast: Benchmark | None = None
-    replayed: Benchmark | None = None
 
     def __post_init__(self) -> None:
         trained, timed = [one.name for one in self.trainings], [row.name for row in self.benchmark.rows]
@@ -354,8 +352,6 @@ class DemoDocument(_Read):
                 f"a demo has the steps of {', '.join(sorted(fast))} on fast links: expected {COMPUTE} and some of the "
                 "trainings"
             )
-        if self.replayed is not None and OURS not in {row.name for row in self.replayed.rows}:
-            raise ValueError(f"a demo's replayed steps are not those of {OURS}")
 
     def training(self, name: str) -> DemoTraining:
         """The training of this name."""

@@ -1,19 +1,20 @@
 """The numbers that describe a trace, network, plan or timeline, by name, as --json prints them."""
 
+import re
 from collections.abc import Mapping
-from dataclasses import asdict
 from typing import Any
 
 from anabranch.tools.predict.scaling.compression import sent_nbytes
-from anabranch.tools.report.documents import Durations, PlannedBucket
+from anabranch.tools.report.documents import PlannedBucket
 from anabranch.values.curve import Curve
 from anabranch.values.network import Network
-from anabranch.values.plan import Plan
+from anabranch.values.plan import Bucket, Plan
 from anabranch.values.timeline import Timeline
 from anabranch.values.trace import TensorSpec, Trace
 
 SMALL_NBYTES = 64 << 10  # below this size a message costs little more than its start-up, on common networks
 SAMPLE_NBYTES = tuple(1 << power for power in range(10, 31, 4))
+BUCKET_NUMBER = re.compile(r"bucket (\d{1,9})\b", re.ASCII)
 
 Figures = dict[str, Any]
 
@@ -79,41 +80,49 @@ def plan_figures(plan: Plan) -> Figures:
     }
 
 
-def durations(timeline: Timeline) -> Durations:
-    """The durations of the step; ``finish_s`` counts from the start of backward."""
-    return Durations(
-        forward_s=max(0.0, -min(span.start_s for span in timeline.spans)),
-        backward_s=max(span.end_s for span in timeline.compute),
-        finish_s=timeline.finish_s,
-        communication_s=timeline.communication_s,
-        exposed_s=timeline.exposed_s,
-        overlap=timeline.overlap,
-        iteration_s=timeline.iteration_s,
-    )
-
-
 def timeline_figures(timeline: Timeline) -> Figures:
-    """The durations of the step by name."""
-    return asdict(durations(timeline))
+    """The durations of the step; ``finish_s`` counts from the start of backward."""
+    return {
+        "forward_s": max(0.0, -min(span.start_s for span in timeline.spans)),
+        "backward_s": max(span.end_s for span in timeline.compute),
+        "finish_s": timeline.finish_s,
+        "communication_s": timeline.communication_s,
+        "exposed_s": timeline.exposed_s,
+        "overlap": timeline.overlap,
+        "iteration_s": timeline.iteration_s,
+    }
 
 
-def planned_buckets(trace: Trace, plan: Plan, timeline: Timeline, ranks: int) -> tuple[PlannedBucket, ...]:
-    """Each bucket of a plan for ``trace`` with its span in ``timeline``, which lists them in launch order."""
-    tensors: Mapping[str, TensorSpec] = {tensor.name: tensor for tensor in trace.tensors}
+def bucket_number(span: str) -> int | None:
+    """The number of the bucket that a span of a lane shows; None where its name has none."""
+    found = BUCKET_NUMBER.match(span)
+    return int(found[1]) if found else None
+
+
+def planned_buckets(
+    buckets: Mapping[int, Bucket], timeline: Timeline | None = None, trace: Trace | None = None
+) -> tuple[PlannedBucket, ...]:
+    """Buckets by number with their span in ``timeline``; sizes where ``trace`` has all of their gradients."""
+    tensors = {tensor.name: tensor for tensor in trace.tensors} if trace is not None else {}
+    spans = {bucket_number(span.name): span for span in timeline.communication} if timeline else {}
+    said = timeline.meta.get("world_size") if timeline else None
+    ranks = said if isinstance(said, int) and said >= 1 else None
     rows = []
-    for index, (bucket, span) in enumerate(zip(plan.buckets, timeline.communication, strict=True)):
-        members = [tensors[name] for name in bucket.names]
+    for index, bucket in buckets.items():
+        members = [tensors[name] for name in bucket.names if name in tensors]
+        known = len(members) == len(bucket.names)
+        span = spans.get(index)
         row = PlannedBucket(
             index=index,
             lane=bucket.lane,
             collective=bucket.collective,
-            tensors=len(members),
-            nbytes=sum(tensor.nbytes for tensor in members),
-            ready_s=max(tensor.ready_s for tensor in members),
-            start_s=span.start_s,
-            end_s=span.end_s,
+            tensors=len(bucket.names),
+            nbytes=sum(tensor.nbytes for tensor in members) if known else None,
+            ready_s=max(tensor.ready_s for tensor in members) if known else None,
+            start_s=span.start_s if span else None,
+            end_s=span.end_s if span else None,
             names=bucket.names,
-            sent_nbytes=sent_nbytes(bucket.collective, members, ranks),
+            sent_nbytes=sent_nbytes(bucket.collective, members, ranks) if known and ranks else None,
         )
         rows.append(row)
     return tuple(rows)

@@ -6,6 +6,8 @@ from math import floor, log10
 
 from rich.text import Text
 
+from anabranch.values.files import plain as plain  # for the reports
+
 MAX_NAME = 60
 
 
@@ -76,11 +78,6 @@ def factor(ratio: float | None) -> str:
 def count(number: int, thing: str) -> str:
     """1 bucket, 2 buckets."""
     return f"{number:,} {thing}" if number == 1 else f"{number:,} {thing}s"
-
-
-def plain(text: str) -> str:
-    """``text`` with every non-printable character escaped, so that it cannot control the terminal."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def shortened(text: str, longest: int) -> str:

@@ -16,20 +16,19 @@ from typing import Any
 from jinja2 import Environment
 from markupsafe import Markup
 
-from anabranch.tools.report import benchmark, comparison, demo, memory, scaling, steps, training
+from anabranch.tools.report import benchmark, comparison, demo, figures, memory, scaling, steps, tables, training
 from anabranch.tools.report.documents import OURS
 from anabranch.tools.report.runs import Runs, file_table
 from anabranch.tools.report.templates import environment
 from anabranch.values.extras import require
-from anabranch.values.plan import Bucket
 from anabranch.values.version import __version__
 
 SCRIPTS = ("theme.js", "tables.js", "charts.js")
-CHARTS_AND_TABLES = (
+CALLED = (
     benchmark.benchmark_chart, benchmark.benchmark_table, benchmark.remarks, comparison.comparison_tables,
-    demo.demo_table, demo.loss_chart, file_table, memory.memory_chart, memory.memory_tables, scaling.network_chart,
-    scaling.scaling_charts, steps.bucket_table, steps.plan_table, steps.step_chart, training.stage_table,
-    training.training_chart,
+    demo.demo_table, demo.loss_chart, enumerate, figures.planned_buckets, file_table, memory.memory_chart,
+    memory.memory_tables, scaling.network_chart, scaling.scaling_charts, steps.step_chart, tables.bucket_table,
+    training.stage_table, training.training_chart,
 )  # fmt: skip
 
 
@@ -55,8 +54,8 @@ def report_page(title: str, runs: Runs, predicted: Sequence[steps.Predicted] = (
 @cache
 def templates() -> Environment:
     """The page's templates, with all that they call."""
-    pages = environment(*CHARTS_AND_TABLES, *demo.SENTENCES)
-    pages.filters |= {"median": median, "buckets_in_order": buckets_in_order}
+    pages = environment(*CALLED, *demo.SENTENCES)
+    pages.filters["median"] = median
     pages.globals["max_networks"] = scaling.MAX_NETWORKS
     return pages
 
@@ -84,11 +83,6 @@ def _policy(*scripts: str) -> str:
         f"default-src 'none'; script-src {allowed}; style-src 'unsafe-inline'; img-src data: blob:; base-uri 'none'; "
         "form-action 'none'"
     )
-
-
-def buckets_in_order(view: steps.StepView) -> tuple[Bucket, ...]:
-    """The buckets of a step, as a plan lists them."""
-    return tuple(view.buckets.values())
 
 
 def headline(runs: Runs) -> str:

@@ -10,16 +10,8 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from anabranch.tools.predict.scaling.result import Scaling
-from anabranch.tools.report.documents import (
-    BY_COMMAND,
-    BenchDocument,
-    CompareDocument,
-    DemoDocument,
-    Document,
-    MemoryDocument,
-    PlanDocument,
-    SimulateDocument,
-)
+from anabranch.tools.report import documents
+from anabranch.tools.report.documents import BY_COMMAND, Document
 from anabranch.tools.report.tables import Cell, Table
 from anabranch.tools.report.training import Training, trainings
 from anabranch.tools.report.window import RankStep, rank_steps
@@ -40,20 +32,19 @@ MAX_FILES = 200  # of a folder
 
 Content = Trace | Network | Plan | Timeline | Document | list[RankStep] | list[Training]
 
-
 # Where the content of a file is kept, and how the page calls it.
 PLACES: Mapping[type[Any], tuple[str, str]] = {
     Trace: ("traces", "trace"),
     Network: ("networks", "network"),
     Plan: ("plans", "plan"),
     Timeline: ("timelines", "timeline"),
-    PlanDocument: ("steps", "predicted step"),
-    SimulateDocument: ("steps", "predicted step"),
-    CompareDocument: ("comparisons", "comparison of planners"),
+    documents.PlanDocument: ("steps", "predicted step"),
+    documents.SimulateDocument: ("steps", "predicted step"),
+    documents.CompareDocument: ("comparisons", "comparison of planners"),
     Scaling: ("scalings", "scaling"),
-    MemoryDocument: ("memories", "memory"),
-    BenchDocument: ("benches", "benchmark"),
-    DemoDocument: ("demos", "demo"),
+    documents.MemoryDocument: ("memories", "memory"),
+    documents.BenchDocument: ("benches", "benchmark"),
+    documents.DemoDocument: ("demos", "demo"),
 }
 
 
@@ -68,12 +59,12 @@ class Runs:
     plans: list[tuple[str, Plan]] = field(default_factory=list)
     timelines: list[tuple[str, Timeline]] = field(default_factory=list)
     windows: list[tuple[str, list[RankStep]]] = field(default_factory=list)
-    steps: list[tuple[str, PlanDocument | SimulateDocument]] = field(default_factory=list)
-    comparisons: list[tuple[str, CompareDocument]] = field(default_factory=list)
+    steps: list[tuple[str, documents.PlanDocument | documents.SimulateDocument]] = field(default_factory=list)
+    comparisons: list[tuple[str, documents.CompareDocument]] = field(default_factory=list)
     scalings: list[tuple[str, Scaling]] = field(default_factory=list)
-    memories: list[tuple[str, MemoryDocument]] = field(default_factory=list)
-    benches: list[tuple[str, BenchDocument]] = field(default_factory=list)
-    demos: list[tuple[str, DemoDocument]] = field(default_factory=list)
+    memories: list[tuple[str, documents.MemoryDocument]] = field(default_factory=list)
+    benches: list[tuple[str, documents.BenchDocument]] = field(default_factory=list)
+    demos: list[tuple[str, documents.DemoDocument]] = field(default_factory=list)
     trainings: list[Training] = field(default_factory=list)
 
     def add(self, name: str, content: Content) -> None:
@@ -122,8 +113,7 @@ def parse_file(text: bytes, where: str) -> Content:
     """The content of a file, whatever its name; FileError if it is broken or not one of ours."""
     if not text.strip():
         raise FileError(f"{where}: is empty; the command that was to write it may have failed: run it again")
-    first = text.lstrip()[: 1 << 20].split(b"\n", 1)[0]
-    if _is_step_line(first) or first.startswith(FIRST_FIELD):
+    if _is_step_line(text.lstrip()[: 1 << 20].split(b"\n", 1)[0]):
         return trainings(text, where, Path(where).name)
     try:
         document = parse_json(text, where)
@@ -145,11 +135,11 @@ class _UnknownError(FileError):
 
 
 def _is_step_line(first: bytes) -> bool:
-    """Whether the first line is a complete JSON object with a step, and so the file one of JSON lines."""
+    """Whether the first line is a JSON object with a step, maybe cut off, and so the file one of JSON lines."""
     try:
         value = parse_json(first, "", nan_as_none=True)
     except FileError:
-        return False
+        return first.startswith(FIRST_FIELD)
     return isinstance(value, dict) and "step" in value and "command" not in value
 
 
@@ -157,9 +147,8 @@ def _window(document: dict[str, Any], where: str) -> list[RankStep]:
     other = document.get("otherData")
     if not isinstance(other, dict) or other.get("made_by") != "anabranch":
         raise _UnknownError(
-            f"{where}: is a Chrome trace that model.trace_steps did not write; open it in Perfetto, "
-            f"or give {EXPECTED}"
-        )  # fmt: skip
+            f"{where}: is a Chrome trace that model.trace_steps did not write; open it in Perfetto, or give {EXPECTED}"
+        )
     return rank_steps(document, where)
 
 

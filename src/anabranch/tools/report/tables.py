@@ -1,20 +1,20 @@
 """Tables as values, for terminal, page and Markdown alike; and the four nouns as tables that fit 80 columns."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from math import inf
 from typing import Any, NamedTuple
 
 import rich.table
 from rich import box
-from rich.console import Console, ConsoleOptions, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.text import Text
 
 from anabranch.tools.predict.scaling.compression import about_sent
 from anabranch.tools.report.documents import Durations, PlannedBucket
-from anabranch.tools.report.figures import durations, samples, small_tensors
+from anabranch.tools.report.figures import samples, small_tensors, timeline_figures
 from anabranch.tools.report.formatting import bandwidth, count, label, percent, plain, seconds, size, time_scale
-from anabranch.values.kinds.names import DENSE
 from anabranch.values.links import AlphaBeta, TwoLevel
 from anabranch.values.network import Network
 from anabranch.values.plan import Plan
@@ -23,11 +23,9 @@ from anabranch.values.trace import Trace
 
 MAX_ROWS = 200  # more is for --json, not for eyes
 LARGEST = 8
-MAX_WIDTH = 110  # of a drawn timeline
 MAX_TRACKS = 65  # the lanes of the largest plan, and the computation
 MAX_LABEL = 12
 
-Cells = Sequence[str | Text]
 Pairs = list[tuple[str, str | Text]]
 
 
@@ -66,13 +64,17 @@ def number(value: float | None, show: Callable[[Any], str] = "{:,}".format, larg
 
 
 def terminal(table: Table) -> rich.table.Table:
-    """The table for a terminal: bold, with a star, is the best row."""
-    shown = columns(plain(table.title), *(plain_lines(header) for header in table.headers), left=table.headers[:1])
-    for name, *cells in table.rows:
+    """The table for a terminal: bold, with a star, is the best row; the caption says how many rows are left out."""
+    first = table.rows[0] if table.rows else []
+    left = [header for header, cell in zip(table.headers, first, strict=False) if cell.value is None]
+    shown = columns(plain(table.title), *map(plain_lines, table.headers), left=[plain_lines(header) for header in left])
+    for name, *cells in table.rows[:MAX_ROWS]:
         best = name.text == table.best
-        first = label(("* " if best else "") + name.text)
-        shown.add_row(first, *(Text(plain_lines(cell.text)) for cell in cells), style="bold" if best else None)
-    shown.caption = Text(plain(table.caption)) if table.caption else None
+        words = [label(cell.text) if cell.value is None else Text(plain_lines(cell.text)) for cell in cells]
+        shown.add_row(label(("* " if best else "") + name.text), *words, style="bold" if best else None)
+    more = len(table.rows) - MAX_ROWS
+    left_out = f"and {count(more, 'row')} more: --json lists all. " if more > 0 else ""
+    shown.caption = Text(plain(left_out + table.caption)) if left_out or table.caption else None
     return shown
 
 
@@ -102,20 +104,6 @@ def facts(title: str, pairs: Iterable[tuple[str, str | Text]]) -> rich.table.Tab
     return table
 
 
-def add_rows(
-    table: rich.table.Table, rows: Iterable[Cells], total: int, thing: str, note: str = ""
-) -> rich.table.Table:
-    """The rows that fit a screenful or two; the caption says how many were left out, and has the note."""
-    table.caption = Text(note) if note else None
-    for index, row in enumerate(rows):
-        if index == MAX_ROWS:
-            left_out = f"and {count(total - MAX_ROWS, thing)} more: --json lists all"
-            table.caption = Text(f"{left_out}. {note}" if note else left_out)
-            break
-        table.add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in row))
-    return table
-
-
 # ------------------------------------------------------------------------------------------------------------- nouns
 
 
@@ -134,11 +122,17 @@ def trace_report(trace: Trace) -> RenderableType:
     ]  # fmt: skip
     largest = sorted(trace.tensors, key=lambda tensor: -tensor.nbytes)[:LARGEST]
     scale = time_scale(tensor.ready_s for tensor in largest)
-    table = columns("Largest", "size", "share", f"ready, {scale.unit}", "name", left=["name"])
-    for tensor in largest:
-        share = percent(tensor.nbytes / max(trace.nbytes, 1))
-        table.add_row(size(tensor.nbytes), share, scale(tensor.ready_s), label(tensor.name))
-    return Group(facts("Trace", [*pairs, *meta_pairs(trace.meta)]), Text(), table)
+    rows = [
+        [
+            number(t.nbytes, size),
+            number(t.nbytes / max(trace.nbytes, 1), percent),
+            number(t.ready_s, scale),
+            Cell(t.name),
+        ]
+        for t in largest
+    ]
+    table = Table("Largest", ["size", "share", f"ready, {scale.unit}", "name"], rows)
+    return Group(facts("Trace", [*pairs, *meta_pairs(trace.meta)]), Text(), terminal(table))
 
 
 def network_report(network: Network) -> RenderableType:
@@ -154,15 +148,11 @@ def network_report(network: Network) -> RenderableType:
     for kind, curve in network.curves.items():
         points = samples(curve)
         scale = time_scale(s for _, s, _ in points)
-        spread = any(spread_s for _, _, spread_s in points)
-        headers = ["message", f"time, {scale.unit}", *([f"spread, {scale.unit}"] if spread else []), "effective"]
+        headers = ["message", f"time, {scale.unit}", f"spread, {scale.unit}", "effective"]
+        rows = [[number(n, size), number(s, scale), number(spread_s or None, scale), number(s, partial(bandwidth, n))]
+                for n, s, spread_s in points]  # fmt: skip
         what = "measured" if len(curve.points) > 1 else "computed"
-        table = columns(f"Collective {plain(kind)[:60]} ({what})", *headers)
-        rows = (
-            [size(n), scale(s), *([scale(spread_s)] if spread else []), bandwidth(n, s)] for n, s, spread_s in points
-        )
-        add_rows(table, rows, len(points), "point")
-        parts += [Text(), table]
+        parts += [Text(), terminal(Table(f"Collective {kind[:60]} ({what})", headers, rows))]
     return Group(*parts)
 
 
@@ -170,19 +160,25 @@ def plan_report(plan: Plan) -> RenderableType:
     """A plan by itself: it has names but no sizes and no times."""
     tensors = count(sum(len(bucket.names) for bucket in plan.buckets), "tensor")
     buckets = f"{len(plan):,}, on {count(plan.lanes, 'lane')}, of {tensors}"
-    pairs = [("buckets", buckets), ("fingerprint", plan.fingerprint)]
-    table = columns("Launch order", "#", "lane", "tensors", "by", "first", "last", left=["by", "first", "last"])
-    rows: Iterable[Cells] = (
-        [str(i), str(b.lane), str(len(b.names)), label(b.collective), label(b.names[0]), label(b.names[-1])]
-        for i, b in enumerate(plan.buckets)
-    )
-    return Group(facts("Plan", pairs), Text(), add_rows(table, rows, len(plan), "bucket"))
+    rows = [
+        [
+            number(at, str),
+            number(b.lane, str),
+            number(len(b.names)),
+            Cell(b.collective),
+            Cell(b.names[0]),
+            Cell(b.names[-1]),
+        ]
+        for at, b in enumerate(plan.buckets)
+    ]
+    table = Table("Launch order", ["#", "lane", "tensors", "by", "first", "last"], rows)
+    return Group(facts("Plan", [("buckets", buckets), ("fingerprint", plan.fingerprint)]), Text(), terminal(table))
 
 
 def timeline_report(timeline: Timeline) -> RenderableType:
     """Durations, and the step drawn in characters."""
-    pairs = [*duration_pairs(durations(timeline)), *meta_pairs(timeline.meta)]
-    return Group(facts("Timeline", pairs), Text(), Gantt(timeline))
+    pairs = [*duration_pairs(Durations(**timeline_figures(timeline))), *meta_pairs(timeline.meta)]
+    return Group(facts("Timeline", pairs), Text(), gantt(timeline))
 
 
 def duration_pairs(step: Durations) -> Pairs:
@@ -197,24 +193,20 @@ def duration_pairs(step: Durations) -> Pairs:
     ]
 
 
-def bucket_table(buckets: Sequence[PlannedBucket]) -> rich.table.Table:
-    """One row per bucket; times count from the start of backward."""
-    scale = time_scale(bucket.end_s for bucket in buckets)
-    times = [f"{what}\n{scale.unit}" for what in ("ready", "start", "end")]
-    compressed = any(bucket.collective != DENSE for bucket in buckets)
-    headers = ["#", "lane", "tensors", "size", *(["by", "sent"] if compressed else []), *times]
-    table = columns("Buckets in launch order", *headers, "first tensor", left=["by", "first tensor"])
-    rows: Iterable[Cells] = (
-        [str(b.index), str(b.lane), f"{b.tensors:,}", size(b.nbytes), *(_exchange(b) if compressed else ()),
-         scale(b.ready_s), scale(b.start_s), scale(b.end_s), label(b.names[0])]
+def bucket_table(title: str, buckets: Sequence[PlannedBucket]) -> Table:
+    """A row per bucket, with all of its gradients; times count from the start of backward."""
+    scale = time_scale(bucket.end_s or 0.0 for bucket in buckets)
+    rows = [
+        [
+            number(b.index, str), number(b.lane, str), Cell(b.collective), number(b.tensors), number(b.nbytes, size),
+            number(b.sent_nbytes, size), number(b.ready_s, scale), number(b.start_s, scale), number(b.end_s, scale),
+            Cell(", ".join(b.names)),
+        ]
         for b in buckets
-    )  # fmt: skip
-    return add_rows(table, rows, len(buckets), "bucket", about_sent(bucket.collective for bucket in buckets))
-
-
-def _exchange(bucket: PlannedBucket) -> Cells:
-    """The collective of a bucket, and what a rank sends for it."""
-    return [label(bucket.collective), "-" if bucket.sent_nbytes is None else size(bucket.sent_nbytes)]
+    ]  # fmt: skip
+    times = [f"{what}\n{scale.unit}" for what in ("ready", "start", "end")]
+    headers = ["#", "lane", "by", "tensors", "size", "a rank\nsends", *times, "gradients"]
+    return Table(title, headers, rows, about_sent(bucket.collective for bucket in buckets), folded=True)
 
 
 def meta_pairs(meta: Mapping[str, Any]) -> Pairs:
@@ -233,52 +225,28 @@ def _model(model: AlphaBeta | TwoLevel | None) -> str:
     return f"{model.algorithm}, latency {seconds(model.alpha_s)}, {gbit}"
 
 
-class Gantt:
-    """A timeline drawn in characters: ``f`` is forward, ``b`` backward, a digit the last one of a message's number.
+def gantt(timeline: Timeline, width: int = 64) -> Text:
+    """A step drawn in characters: ``f`` is forward, ``b`` backward, a digit the last one of a message's number.
 
     A column shows the last span that touches it, so that a message shorter than a column is still seen.
     """
+    origin_s, whole_s = min(span.start_s for span in timeline.spans), timeline.iteration_s
 
-    def __init__(self, timeline: Timeline) -> None:
-        self._timeline = timeline
-        self._origin_s = min(span.start_s for span in timeline.spans)
+    def column(at_s: float) -> int:
+        return int((at_s - origin_s) / whole_s * width) if whole_s > 0 else 0
 
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Text]:
-        tracks = list(dict.fromkeys(span.track for span in self._timeline.spans))
-        shown = [COMPUTE, *(track for track in tracks if track != COMPUTE)][:MAX_TRACKS]
-        gutter = min(MAX_LABEL, max(len(plain(track)) for track in shown))
-        width = max(10, min(options.max_width, MAX_WIDTH) - gutter - 2)
-        lines = self.lines(width)
-        for track in shown:
-            yield Text(f"{plain(track)[:gutter]:<{gutter}}  {lines[track]}", no_wrap=True)
-        yield Text(" " * (gutter + 2) + self._axis(width), no_wrap=True)
-        yield Text("f forward, b backward, 0-9 a message (last digit of its number), . idle")
-        if len(tracks) > len(shown):
-            yield Text(f"and {len(tracks) - len(shown)} more tracks")
-
-    def lines(self, width: int) -> dict[str, str]:
-        """Each track in ``width`` characters."""
-        rows: dict[str, list[str]] = {}
-        messages = 0
-        for span in self._timeline.spans:
-            if span.track == COMPUTE:
-                mark = span.name[:1] if span.name.startswith(("forward", "backward")) else "#"
-            else:
-                mark, messages = str(messages % 10), messages + 1
-            row = rows.setdefault(span.track, ["."] * width)
-            first = min(self._column(span.start_s, width), width - 1)
-            last = min(width, max(self._column(span.end_s, width), first + 1))
-            row[first:last] = mark * (last - first)
-        return {track: "".join(row) for track, row in rows.items()}
-
-    def _column(self, at_s: float, width: int) -> int:
-        whole_s = self._timeline.iteration_s
-        return int((at_s - self._origin_s) / whole_s * width) if whole_s > 0 else 0
-
-    def _axis(self, width: int) -> str:
-        left, right = seconds(self._origin_s), seconds(self._timeline.finish_s)
-        zero = self._column(0.0, width)
-        axis = f"{left}{right:>{max(1, width - len(left))}}"
-        if self._origin_s < 0 and len(left) < zero < width - len(right) - 1:
-            axis = axis[:zero] + "0" + axis[zero + 1 :]
-        return axis
+    rows: dict[str, list[str]] = {COMPUTE: ["."] * width}
+    messages = 0
+    for span in timeline.spans:
+        if span.track == COMPUTE:
+            mark = span.name[:1] if span.name.startswith(("forward", "backward")) else "#"
+        else:
+            mark, messages = str(messages % 10), messages + 1
+        first = min(column(span.start_s), width - 1)
+        last = min(width, max(column(span.end_s), first + 1))
+        rows.setdefault(span.track, ["."] * width)[first:last] = mark * (last - first)
+    gutter = min(MAX_LABEL, max(len(plain(track)) for track in rows))
+    lines = [f"{plain(track)[:gutter]:<{gutter}}  {''.join(row)}" for track, row in list(rows.items())[:MAX_TRACKS]]
+    start, end = seconds(origin_s), seconds(timeline.finish_s)
+    lines.append(f"{'':{gutter}}  {start}{end.rjust(width - len(start))}")
+    return Text("\n".join([*lines, "f forward, b backward, 0-9 a message (last digit of its number), . idle"]))

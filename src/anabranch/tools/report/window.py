@@ -2,20 +2,34 @@
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from statistics import median_low
 from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from anabranch.tools.report.figures import bucket_number
 from anabranch.values.errors import FileError
+from anabranch.values.files import complaint
+from anabranch.values.kinds.names import DENSE
+from anabranch.values.plan import Bucket
 from anabranch.values.timeline import COMPUTE, Span, Timeline
 
 LANE = re.compile(r"lane \d+")
 EXPOSED = "exposed communication"
 LATEST_US = 1e15  # 30 years
-MAX_STEP = 1 << 53
 Number = Annotated[int, Field(ge=0, le=1 << 53)]
+
+
+class _Args(BaseModel):
+    """What an event says of itself: the name of a track; a slice's step, gradients, and the ranks that take part."""
+
+    model_config = ConfigDict(extra="ignore", strict=True, frozen=True)
+
+    name: str = ""
+    step: Number | None = None
+    tensors: list[str] = []
+    ranks: list[Number] = []
 
 
 class _Slice(BaseModel):
@@ -29,7 +43,7 @@ class _Slice(BaseModel):
     name: str
     ts: Annotated[float, Field(ge=0, le=LATEST_US)] = 0.0
     dur: Annotated[float, Field(ge=0, le=LATEST_US)] = 0.0
-    args: Mapping[str, Any] = {}
+    args: _Args = _Args()
 
 
 class Wait(NamedTuple):
@@ -41,44 +55,72 @@ class Wait(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RankStep:
-    """One rank in one step; zero is the start of rank 0's backward.
+    """One rank in one step, with its buckets by number; zero is the start of rank 0's backward.
 
-    tensors   of each bucket, by the name of its span
-    peers     ranks that take part in a message, by the name of its span; empty for all of them
-    waits     of the buckets that were here before they were on another rank, by the name of their span
+    ``waits`` is of the messages that were here before they were on another rank, by the name of their span.
     """
 
     step: int
     rank: int
     timeline: Timeline
-    tensors: Mapping[str, tuple[str, ...]]
-    peers: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    waits: Mapping[str, Wait] = field(default_factory=dict)
+    buckets: Mapping[int, Bucket]
+    waits: Mapping[str, Wait]
 
 
 def rank_steps(document: Mapping[str, Any], where: str) -> list[RankStep]:
     """Every rank in the step whose time on rank 0 is the median; FileError if the file has no step of rank 0."""
-    events = [_event(raw, where, at) for at, raw in enumerate(document["traceEvents"]) if _wanted(raw)]
-    tracks = {(e.pid, e.tid): str(e.args.get("name", "")) for e in events if e.ph == "M" and e.name == "thread_name"}
+    # Instants, at which gradients are ready, are not drawn.
+    wanted = [raw for raw in document["traceEvents"] if isinstance(raw, dict) and raw.get("ph") in ("X", "M")]
+    try:
+        events = [_Slice.model_validate(raw) for raw in wanted]
+    except ValidationError as error:
+        wrong = complaint(error.errors(include_url=False), "an event")
+        raise FileError(f"{where}: traceEvents: {wrong}; write it again") from error
+    tracks = {(event.pid, event.tid): event.args.name for event in events if event.name == "thread_name"}
     by_step: dict[int, list[_Slice]] = {}
     for event in events:
-        if event.ph == "X" and isinstance(event.args.get("step"), int) and 0 <= event.args["step"] <= MAX_STEP:
-            by_step.setdefault(event.args["step"], []).append(event)
+        if event.ph == "X" and event.args.step is not None:
+            by_step.setdefault(event.args.step, []).append(event)
     lengths = {step: _length_us(slices) for step, slices in by_step.items()}
-    if not lengths or not any(lengths.values()):
+    if not any(lengths.values()):
         raise FileError(f"{where}: has no step of rank 0 in it; write it again with model.trace_steps(first, last, …)")
     median_us = median_low(lengths.values())
     step = next(step for step, length_us in lengths.items() if length_us == median_us)
+    slices = [(tracks.get((event.pid, event.tid), COMPUTE), event) for event in by_step[step]]
     backward = (e.ts for e in by_step[step] if e.pid == 0 and e.name.startswith("backward"))  # of the model, of units
     zero_us = min(backward, default=by_step[step][0].ts)
-    own: dict[int, list[_Slice]] = {}
-    for event in by_step[step]:
-        own.setdefault(event.pid, []).append(event)
-    ranks = [_rank_step(step, rank, slices, tracks, zero_us) for rank, slices in sorted(own.items())]
-    found = [rank_step for rank_step in ranks if rank_step is not None]
+    waits = _waits(slices, zero_us, _clock_error_s(document))
+    found = []
+    for rank in sorted({event.pid for _, event in slices}):
+        own = [(track, event) for track, event in slices if event.pid == rank]
+        if any(track == COMPUTE and event.name != EXPOSED for track, event in own):
+            found.append(_rank_step(step, rank, own, zero_us, waits.get(rank, {})))
     if not found:
         raise FileError(f"{where}: step {step:,} has nothing on a track named {COMPUTE!r}; write it again")
-    return _with_waits(found, _clock_error_s(document))
+    return found
+
+
+def _length_us(slices: list[_Slice]) -> float:
+    of_rank_0 = [event for event in slices if event.pid == 0]
+    return max((e.ts + e.dur for e in of_rank_0), default=0.0) - min((e.ts for e in of_rank_0), default=0.0)
+
+
+def _rank_step(
+    step: int, rank: int, own: Sequence[tuple[str, _Slice]], zero_us: float, waits: Mapping[str, Wait]
+) -> RankStep:
+    spans: list[Span] = []
+    buckets: dict[int, Bucket] = {}
+    has_lanes = any(LANE.fullmatch(track) for track, _ in own)
+    for track, event in own:
+        if event.name == EXPOSED and has_lanes:  # the buckets show it, too; DDP's own buckets are not traced
+            continue
+        start_s = (event.ts - zero_us) / 1e6
+        at = "lane 0" if event.name == EXPOSED else track
+        spans.append(Span(at, event.name, start_s, start_s + event.dur / 1e6))
+        if (number := bucket_number(event.name)) is not None and event.args.tensors:
+            collective = event.name.partition(": ")[2].partition(",")[0] or DENSE
+            buckets[number] = Bucket(tuple(event.args.tensors), 0, collective)
+    return RankStep(step, rank, Timeline(tuple(spans), {"source": "measured"}), buckets, waits)
 
 
 def _clock_error_s(document: Mapping[str, Any]) -> float:
@@ -88,62 +130,17 @@ def _clock_error_s(document: Mapping[str, Any]) -> float:
     return sum(sorted(known)[-2:])
 
 
-def _with_waits(ranks: Sequence[RankStep], error_s: float) -> list[RankStep]:
-    """The same, with what each rank waited for; differences that the clocks' error explains are none."""
+def _waits(slices: Sequence[tuple[str, _Slice]], zero_us: float, error_s: float) -> dict[int, dict[str, Wait]]:
+    """What each rank waited for; differences that the clocks' error explains are none."""
     begun: dict[tuple[str, tuple[int, ...]], dict[int, float]] = {}  # by message, and the ranks that take part
-    for one in ranks:
-        for span in one.timeline.communication:
-            if span.name != EXPOSED:  # of DDP's own buckets, which may be under way meanwhile
-                begun.setdefault((span.name, one.peers.get(span.name, ())), {})[one.rank] = span.start_s
-    last = {message: max(own, key=lambda rank: own[rank]) for message, own in begun.items()}
-    return [
-        replace(one, waits={
-            message[0]: Wait(own[last[message]], last[message])
-            for message, own in begun.items()
-            if one.rank in own and own[last[message]] - own[one.rank] > error_s
-        })
-        for one in ranks
-    ]  # fmt: skip
-
-
-def _wanted(raw: object) -> bool:
-    """Events with a duration and names of tracks. The instants at which gradients are ready are not drawn."""
-    return isinstance(raw, dict) and raw.get("ph") in ("X", "M")
-
-
-def _event(raw: Any, where: str, at: int) -> _Slice:
-    try:
-        return _Slice.model_validate(raw)
-    except ValidationError as error:
-        found = error.errors(include_url=False)[0]
-        field = ".".join(str(part) for part in found["loc"])
-        raise FileError(f"{where}: traceEvents.{at}.{field}: {found['msg']}; write it again") from error
-
-
-def _length_us(slices: list[_Slice]) -> float:
-    of_rank_0 = [event for event in slices if event.pid == 0]
-    return max((e.ts + e.dur for e in of_rank_0), default=0.0) - min((e.ts for e in of_rank_0), default=0.0)
-
-
-def _rank_step(
-    step: int, rank: int, own: list[_Slice], tracks: Mapping[tuple[int, int], str], zero_us: float
-) -> RankStep | None:
-    spans: list[Span] = []
-    tensors: dict[str, tuple[str, ...]] = {}
-    peers: dict[str, tuple[int, ...]] = {}
-    has_buckets = any(LANE.fullmatch(tracks.get((rank, event.tid), "")) for event in own)
-    for event in own:
-        track = tracks.get((rank, event.tid), COMPUTE)
-        if event.name == EXPOSED:  # the buckets show it, too; DDP's own buckets are not traced
-            if has_buckets:
-                continue
-            track = "lane 0"
-        start_s = (event.ts - zero_us) / 1e6
-        spans.append(Span(track, event.name, start_s, start_s + event.dur / 1e6))
-        names = event.args.get("tensors", ())
-        tensors[event.name] = tuple(str(name) for name in names) if isinstance(names, list) else ()
-        members = event.args.get("ranks", ())
-        peers[event.name] = tuple(r for r in members if isinstance(r, int)) if isinstance(members, list) else ()
-    if not any(span.track == COMPUTE for span in spans):
-        return None
-    return RankStep(step, rank, Timeline(tuple(spans), {"source": "measured"}), tensors, peers)
+    for track, event in slices:
+        if track != COMPUTE and event.name != EXPOSED:  # of DDP's own buckets, which may be under way meanwhile
+            start_s = (event.ts - zero_us) / 1e6
+            begun.setdefault((event.name, tuple(event.args.ranks)), {})[event.pid] = start_s
+    found: dict[int, dict[str, Wait]] = {}
+    for (name, _), starts in begun.items():
+        last = max(starts, key=lambda rank: starts[rank])
+        for rank, start_s in starts.items():
+            if starts[last] - start_s > error_s:
+                found.setdefault(rank, {})[name] = Wait(starts[last], last)
+    return found
