@@ -194,7 +194,7 @@ def test_the_format_of_saved_states_does_not_change() -> None:
     assert {name: piece.tolist() for name, piece in again.pop("residuals").items()} == {
         name: piece.tolist() for name, piece in saved.pop("residuals").items()
     }
-    assert again == saved
+    assert again == {**saved, "velocities": {}}
 
 
 def test_bad_states_are_refused() -> None:
