@@ -362,9 +362,6 @@ class BucketStates:
     def _own(self, states: Sequence[Mapping[str, Any]]) -> tuple[list[Mapping[str, Any]], bool]:
         """The states that become this rank's, and whether the world size is the old one."""
         old = {state["rank"]: state for state in states}
-        sizes = sorted({state["world_size"] for state in states})
-        if len(sizes) != 1:
-            raise ValueError(f"the sparse states given come from worlds of {sizes} ranks: give those of one run")
         if len(old) < len(states):
             ranks = sorted(state["rank"] for state in states)
             raise ValueError(f"the sparse states given are of ranks {ranks}: give that of each rank once")
@@ -375,13 +372,14 @@ class BucketStates:
                         f"the sparse states given are from different checkpoints: rank {states[0]['rank']}'s says "
                         f"{first}, rank {state['rank']}'s says {other}: give those of one run at one step"
                     )
-        same = sizes[0] == self.world_size
-        if not (self.rank in old if same else set(old) == set(range(sizes[0]))):
+        size = states[0]["world_size"]
+        same = size == self.world_size
+        if not (self.rank in old if same else set(old) == set(range(size))):
             raise ValueError(
-                f"rank {self.rank} of {self.world_size} was given the sparse state of ranks {sorted(old)} of {sizes[0]}"
+                f"rank {self.rank} of {self.world_size} was given the sparse state of ranks {sorted(old)} of {size}"
                 ": give its own, or those of all ranks if their number has changed"
             )
-        return [old[self.rank]] if same else [old[r] for r in range(self.rank, sizes[0], self.world_size)], same
+        return [old[self.rank]] if same else [old[r] for r in range(self.rank, size, self.world_size)], same
 
     def _dissolve(self, names: Collection[str]) -> None:
         """Remove the buckets that hold any of these parameters; their residuals become unbucketed."""
