@@ -19,8 +19,7 @@ from anabranch.lean.activations.recompute import recompute
 from anabranch.planning.memory import Setting, StepProfile
 from anabranch.tools.bench.zoo import SEQUENCES, build_at
 from anabranch.tools.cli.user_function import load_function
-from anabranch.tools.predict.memory.estimator import in_bfloat16
-from anabranch.tools.predict.memory.largest_batch import MAX_BATCH, largest_batch
+from anabranch.tools.predict.memory.estimator import MAX_BATCH, in_bfloat16, largest_batch
 from anabranch.tools.predict.memory.probe import Build, Loss, probe
 from anabranch.tools.predict.memory.training_modes import DDP, OUR_MODES, modes_of, predict
 

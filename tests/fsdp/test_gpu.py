@@ -90,7 +90,6 @@ class Program:
             "resume": self.resume,
             "scaler": self.scaler,
             "memory": self.memory,
-            "window": self.window,
             "planned": partial(self.found, self.all, None),
             "planned_nodes": partial(self.found, self.mesh, "int8"),
         }
@@ -310,18 +309,6 @@ class Program:
             replication.close()
         return {"losses": losses, "text": found.explain(), "blocks": list(found.default.names)}
 
-    def window(self) -> dict[str, Any]:
-        """Steps of all ranks in one file."""
-        model = self.sharded(self.mesh["shard"])
-        replication = ab.replicate(model, self.mesh, compress="int8")
-        watch = ab.watch(model)
-        path = self.folder / "steps.json"
-        watch.trace_steps(2, 3, path)
-        self.train(model, range(5))
-        watch.close()
-        replication.close()
-        return {"written": path.exists() if dist.get_rank() == 0 else True}
-
 
 def batch_loss(model: nn.Module, batch: torch.Tensor) -> torch.Tensor:
     loss: torch.Tensor = model(batch).square().mean()
@@ -426,11 +413,3 @@ def test_links_inside_a_host_can_be_copies_in_its_memory(found: Found) -> None:
 def test_units_are_found(found: Found, name: str) -> None:
     for result in ranks(found, name):
         assert result["blocks"] == ["0", *NAMES] and result["losses"][-1] < result["losses"][0]
-
-
-def test_steps_of_all_ranks_are_one_file(found: Found) -> None:
-    assert all(result["written"] for result in ranks(found, "window"))
-
-
-if __name__ == "__main__":
-    Program(Path(sys.argv[1])).run()

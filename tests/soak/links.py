@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from anabranch.tools.lab.cluster import Cluster
-from anabranch.tools.lab.hosts import Host, inside, linked_hosts
+from anabranch.tools.lab.hosts import Host, linked_hosts, netlink_in
 from anabranch.tools.lab.preflight import check
 from anabranch.values.errors import LabError
 from soak.case import Case
@@ -36,7 +36,7 @@ def changing(case: Case, folder: Path) -> Iterator[tuple[Place, Meanwhile]]:
         def place(rank: int) -> dict[str, str]:
             namespace = hosts[rank].namespace
             assert namespace is not None
-            path = f"/proc/{os.getpid()}/fd/{namespace.descriptor}"
+            path = f"/proc/{os.getpid()}/fd/{namespace}"
             return {"namespace": path, "interface": hosts[rank].interface}
 
         def meanwhile(events: list[list[Event]]) -> None:
@@ -51,10 +51,8 @@ def changing(case: Case, folder: Path) -> Iterator[tuple[Place, Meanwhile]]:
 
 def change(host: Host, down: bool) -> None:
     """Make a host's link slow, or take it down."""
-    from pyroute2 import IPRoute
-
     assert host.namespace is not None
-    with inside(host.namespace), IPRoute() as netlink:
+    with netlink_in(host.namespace) as netlink:
         (index,) = netlink.link_lookup(ifname=host.interface)
         if down:
             netlink.link("set", index=index, state="down")

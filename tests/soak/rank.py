@@ -295,6 +295,6 @@ def _where(error: BaseException) -> str:
 def _enter(namespace: str, interface: str) -> None:
     from anabranch.tools.lab import hosts
 
-    descriptor = os.open(namespace, os.O_RDONLY | os.O_CLOEXEC)
-    hosts._call("setns", descriptor, hosts.CLONE_NEWNET)
+    descriptor = os.open(namespace, os.O_RDONLY)
+    hosts.enter(descriptor)
     os.environ["GLOO_SOCKET_IFNAME"] = interface

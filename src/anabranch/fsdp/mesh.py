@@ -4,8 +4,8 @@ Ranks that call FSDP2 with different units, models or options send messages that
 the timeout of their process groups. So all that must be the same is compared first, among all ranks of the mesh.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import fields, is_dataclass
 from typing import Any
 
@@ -39,11 +39,9 @@ def inherit_timeouts(mesh: DeviceMesh) -> None:
         inherit_timeout(mesh.get_group(dimension))
 
 
-@contextmanager
-def fails_together(what: str, mesh: DeviceMesh) -> Iterator[None]:
+def fails_together(what: str, mesh: DeviceMesh) -> AbstractContextManager[None]:
     """A context for what each rank does alone: if it fails on one rank of the mesh, it fails on all."""
-    with all_or_none(what, *mesh_groups(mesh)):
-        yield
+    return all_or_none(what, *mesh_groups(mesh))
 
 
 def check_same_over(what: str, lines: Iterable[str], mesh: DeviceMesh) -> None:

@@ -10,7 +10,7 @@ hook averages that shard among the ranks that have the same one in other nodes. 
 """
 
 import weakref
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
@@ -31,12 +31,7 @@ from anabranch.exchange.external_buckets import ExternalBuckets, only_kind
 from anabranch.exchange.groups import USE_A_TORCH_GROUP, no_clone_reason
 from anabranch.exchange.lanes import Lanes, Message
 from anabranch.fsdp.mesh import check_same_over, fails_together, inherit_timeouts
-from anabranch.fsdp.torch_internals import (
-    gradient_dtype,
-    is_finalized_by_hand,
-    is_in_backward,
-    sharded_modules,
-)  # fmt: skip
+from anabranch.fsdp.torch_internals import gradient_dtype, is_finalized_by_hand, is_in_backward, sharded_modules
 from anabranch.observe.step_timer import tensors_in
 
 MIB = 1 << 20
@@ -84,34 +79,24 @@ def replicate(model: nn.Module, mesh: DeviceMesh, compress: Compress = None) -> 
     Every node starts with the weights of the first one. Keep the result: checkpoints need its state.
     """
     with fails_together("ab.replicate()", mesh):
-        settings, units, nodes, inside = _checked(model, mesh, compress)
+        settings = settings_of(compress)
+        if only_kind(settings) is None:
+            raise ValueError(
+                f"compress is {compress!r}: between nodes every unit travels by one kind: expected bf16, int8, int4, "
+                "Quantised(...), or OkTopk(...) with one density"
+            )
+        units = _units(model)
+        nodes, inside = _groups(mesh, units)
+        if reason := no_clone_reason(nodes):
+            raise ValueError(f"replicate() cannot run here: {reason}. {USE_A_TORCH_GROUP}")
         inherit_timeouts(mesh)
     lines = [f"{unit.label}: {list(unit.shards)}, {unit.numel} elements" for unit in units]
     check_same_over("the sharded model", [described(settings), *lines], mesh)
     for parameter in model.parameters():
         dist.broadcast(parameter.to_local().detach(), group_src=0, group=nodes)  # type: ignore[attr-defined]
-    trained, frozen = _joined(unit.shards for unit in units), _joined(unit.frozen for unit in units)
-    exchanges = ExternalBuckets(settings, trained, nodes, frozen, partial(_scaler_skips, model, inside))
     # A line between nodes for each rank of a node; where these are all ranks, they can make groups together.
     siblings = mesh.mesh.t().tolist() if mesh.mesh.numel() == dist.get_world_size() else []
-    return Replication(model, units, exchanges, nodes, inside, siblings)
-
-
-def _checked(
-    model: nn.Module, mesh: DeviceMesh, compress: Compress
-) -> tuple[Settings, list[ReplicatedUnit], Group, Group]:
-    """What to send of which units, and the groups between nodes and inside; ValueError if that cannot work."""
-    settings = settings_of(compress)
-    if only_kind(settings) is None:
-        raise ValueError(
-            f"compress is {compress!r}: between nodes every unit travels by one kind: expected bf16, int8, int4, "
-            "Quantised(...), or OkTopk(...) with one density"
-        )
-    units = _units(model)
-    nodes, inside = _groups(mesh, units)
-    if reason := no_clone_reason(nodes):
-        raise ValueError(f"replicate() cannot run here: {reason}. {USE_A_TORCH_GROUP}")
-    return settings, units, nodes, inside
+    return Replication(model, settings, units, nodes, inside, siblings)
 
 
 class Replication:
@@ -127,22 +112,24 @@ class Replication:
     def __init__(
         self,
         model: nn.Module,
+        settings: Settings,
         units: Sequence[ReplicatedUnit],
-        exchanges: ExternalBuckets,
         nodes: Group,
         inside: Group,
         siblings: Sequence[Sequence[int]],
     ) -> None:
         self.node, self.node_count = nodes.rank(), nodes.size()
         self.shard, self.shard_count = inside.rank(), inside.size()
-        trained = _joined(unit.shards for unit in units)
-        self._shards = {**trained, **_joined(unit.frozen for unit in units)}
+        trained = {name: shard for unit in units for name, shard in unit.shards.items()}
+        frozen = {name: shard for unit in units for name, shard in unit.frozen.items()}
+        self._shards = {**trained, **frozen}
         self.known: dict[str, DTensor] = dict(model.named_parameters())  # type: ignore[arg-type]
         self.parameters = {name: parameter for name, parameter in self.known.items() if name in trained}
-        self._units, self._exchanges, self._inside = units, exchanges, inside
+        self._units, self._inside = units, inside
+        self._exchanges = ExternalBuckets(settings, trained, nodes, frozen, partial(_scaler_skips, model, inside))
         self._device = next(iter(trained.values())).device
         # On a GPU, exchanges run on the stream on which FSDP2 calls the hook.
-        self._lanes = Lanes(nodes, self._device, exchanges.collectives.max_ctas, siblings, own_streams=False)
+        self._lanes = Lanes(nodes, self._device, self._exchanges.collectives.max_ctas, siblings, own_streams=False)
         # Also when the interpreter ends: a thread that is inside a collective then would abort it.
         self._release = weakref.finalize(self, self._lanes.close)
         self._lanes.grow(1)
@@ -204,14 +191,12 @@ class Replication:
 
     def metrics(self) -> dict[str, int]:
         """Numbers for a logger: what this rank sent to other nodes in the last step, and what float32 would be."""
-        sent_nbytes = 0
-        for unit in (unit for unit in self._units if unit.label in self._last):
-            numel, dtype, whole = self._last[unit.label]
-            sent_nbytes += (
-                self._exchanges.sent_nbytes(list(unit.shards), dtype) if whole else self._dense_nbytes(numel, dtype)
-            )
-        numels = [max(unit.numel, self._last[unit.label][0] if unit.label in self._last else 0) for unit in self._units]
-        dense_nbytes = sum(self._dense_nbytes(numel, torch.float32) for numel in numels)
+        sent_nbytes = dense_nbytes = 0
+        for unit in self._units:
+            numel, dtype, whole = self._last.get(unit.label, (0, torch.float32, False))
+            exact_nbytes = self._dense_nbytes(numel, dtype)
+            sent_nbytes += self._exchanges.sent_nbytes(list(unit.shards), dtype) if whole else exact_nbytes
+            dense_nbytes += self._dense_nbytes(max(unit.numel, numel), torch.float32)
         return {"sent_nbytes": sent_nbytes, "dense_nbytes": dense_nbytes}
 
     def explain(self) -> str:
@@ -324,16 +309,13 @@ class Replication:
         self._compared = True
 
     def _steps(self, unit: ReplicatedUnit, buffer: torch.Tensor, group: Group) -> Steps:
-        names = list(unit.shards)
-        if self._scaler is None:
-            return self._exchanges.steps(names, buffer, group, None)
-        return self._copied(names, buffer, group)
-
-    def _copied(self, names: list[str], buffer: torch.Tensor, group: Group) -> Steps:
-        """The exchange of a copy: if a scaler skips the step, what was sent is put back from it.
+        """The exchange of a unit; of a copy where a scaler may skip the step: what was sent is then put back from it.
 
         From the buffer it could not: where gradients are float16, FSDP2 divides it once more, in place.
         """
+        names = list(unit.shards)
+        if self._scaler is None:
+            return self._exchanges.steps(names, buffer, group, None)
         copy = buffer.clone()
         steps = self._exchanges.steps(names, copy, group, self._scaler)
 
@@ -364,10 +346,6 @@ def _scaler_skips(model: nn.Module, inside: Group) -> bool:
     ]
     device = next(model.parameters()).device
     return _any_rank(~all_finite(*shards).to(device), inside)
-
-
-def _joined(parts: Iterable[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    return {name: shard for part in parts for name, shard in part.items()}
 
 
 def _units(model: nn.Module) -> list[ReplicatedUnit]:

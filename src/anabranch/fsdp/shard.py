@@ -19,13 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.fsdp._fully_shard import _fsdp_state
 
-from anabranch.fsdp.mesh import (
-    check_same_over,
-    described_model,
-    described_options,
-    fails_together,
-    inherit_timeouts,
-)
+from anabranch.fsdp.mesh import check_same_over, described_model, described_options, fails_together, inherit_timeouts
 from anabranch.fsdp.planning import ShardingPlan, load
 from anabranch.fsdp.planning.values import dumps
 from anabranch.fsdp.torch_internals import TESTED
@@ -40,10 +34,7 @@ LISTS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 
 def shard(
-    model: nn.Module,
-    mesh: DeviceMesh,
-    plan: ShardingPlan | str | os.PathLike[str] | None = None,
-    **options: Any,
+    model: nn.Module, mesh: DeviceMesh, plan: ShardingPlan | str | os.PathLike[str] | None = None, **options: Any
 ) -> nn.Module:
     """Shard a model by FSDP2, in place, in the units of a plan; returns the model. Collective.
 
@@ -99,7 +90,10 @@ def _checked(
             f"{reason}: give a plan with a unit per block, or cast what blocks are given yourself, with "
             "MixedPrecisionPolicy(..., cast_forward_inputs=False), or install a newer torch"
         )
-    units = [[_block(model, name) for name in unit.names] for unit in plan.units]
+    modules = dict(model.named_modules(remove_duplicate=False))
+    if unknown := [name for name in plan.names if name not in modules]:
+        raise PlanError(f"the plan names {unknown[0]}, which this model does not have: plan for this model")
+    units = [[modules[name] for name in unit.names] for unit in plan.units]
     _check_apart(model, plan, units)
     return plan, units
 
@@ -145,13 +139,6 @@ def block_names(model: nn.Module) -> list[str]:
             "units: name modules that are called once in a step, as in ShardingPlan.per_block(['encoder', 'decoder'])"
         )
     return names
-
-
-def _block(model: nn.Module, name: str) -> nn.Module:
-    try:
-        return model.get_submodule(name)
-    except AttributeError as error:
-        raise PlanError(f"the plan names {name}, which this model does not have: plan for this model") from error
 
 
 def _check_apart(model: nn.Module, plan: ShardingPlan, units: Sequence[Iterable[nn.Module]]) -> None:

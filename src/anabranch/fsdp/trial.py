@@ -23,6 +23,7 @@ from anabranch.exchange.compression import Compress, Settings, described, settin
 from anabranch.exchange.contracts import Collective, Group
 from anabranch.exchange.dense import dense
 from anabranch.exchange.external_buckets import only_kind
+from anabranch.fsdp import planning
 from anabranch.fsdp.mesh import (
     check_same_over,
     described_model,
@@ -32,7 +33,6 @@ from anabranch.fsdp.mesh import (
     over_mesh,
 )
 from anabranch.fsdp.planning import Links, ShardedTrace, ShardingPlan, peak_nbytes, step_s
-from anabranch.fsdp.planning import plan as planned
 from anabranch.fsdp.planning.simulator import BETWEEN
 from anabranch.fsdp.planning.values import dumps
 from anabranch.fsdp.replicate import replicate
@@ -96,12 +96,9 @@ class FoundSharding:
         if self.ungrouped:
             lines.append(f"Units have one block each: {self.ungrouped}.")
         if self.plan != self.default:
-            lines.append("The planned units are used.")
-        elif self.fastest_s is None:
-            lines.append("A unit per block is used: no plan is predicted to gain 1 %.")
-        else:
-            lines.append("A unit per block is used: the plan did not gain 1 % here.")
-        return "\n".join(lines)
+            return "\n".join([*lines, "The planned units are used."])
+        why = "no plan is predicted to gain 1 %" if self.fastest_s is None else "the plan did not gain 1 % here"
+        return "\n".join([*lines, f"A unit per block is used: {why}."])
 
 
 def find_sharding(
@@ -173,7 +170,7 @@ class _Trial:
             memory_nbytes = peak_nbytes(trace, default) + _spare_nbytes(stock, mesh, device)
         ungrouped = no_groups_reason(self.options)
         with fails_together("planning", mesh):
-            fastest = planned(trace, links, memory_nbytes, per_block=bool(ungrouped))
+            fastest = planning.plan(trace, links, memory_nbytes, per_block=bool(ungrouped))
         check_same_over("the sharding plan", dumps(fastest).splitlines(), mesh)
         if step_s(trace, fastest, links) > WORTH * step_s(trace, default, links):
             return FoundSharding(default, default, fastest, trace, links, ungrouped=ungrouped)
@@ -237,9 +234,8 @@ def measure_links(
     largest = max(1 << 20, min(LARGEST_NBYTES, largest_nbytes))
 
     def network(group: Group, collectives: Mapping[str, Collective], contending: Group | None = None) -> Network:
-        return measure(
-            [group], device, largest, MEASURING_S, {"dense": dense, **collectives}, growth=4, contending=contending
-        )
+        kinds = {"dense": dense, **collectives}
+        return measure([group], device, largest, MEASURING_S, kinds, growth=4, contending=contending)
 
     overlaps = device.type == "cuda"
     if mesh.ndim == 1:

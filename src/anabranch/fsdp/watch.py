@@ -8,16 +8,14 @@ Messages are timed where FSDP2 lets a custom collective in, and between nodes by
 hooks before and after FSDP2's own, so that waiting for parameters is told apart from computing.
 """
 
-import os
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from statistics import median
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.autograd import Variable
 from torch.autograd.graph import register_multi_grad_hook
@@ -27,7 +25,6 @@ from anabranch.fsdp.planning import Block, Links, ShardedTrace, ShardingPlan, Un
 from anabranch.fsdp.planning.simulator import BETWEEN, INSIDE, REST_LABEL, unit_label
 from anabranch.fsdp.replicate import no_average
 from anabranch.fsdp.torch_internals import gradient_dtype, is_finalized_by_hand, sharded_modules
-from anabranch.fsdp.trace_window import ShardedWindow
 from anabranch.observe.clock import clock_for
 from anabranch.observe.step_timer import tensors_in
 from anabranch.values.checks import Meta
@@ -90,8 +87,6 @@ class Watch:
         self._undo: list[Callable[[], object]] = []
         self._gradients: list[Any] = []  # handles of hooks for this pass
         self._averages: list[Callable[[torch.Tensor], None]] = []  # our hooks around the exchange between nodes
-        self._steps = 0  # counts steps that have ended
-        self._windows: list[ShardedWindow] = []
         # In front of FSDP2's own hook, and behind it.
         self._handle(model.register_forward_pre_hook(self._begin, prepend=True))
         self._handle(model.register_forward_pre_hook(self._root_there))
@@ -119,15 +114,15 @@ class Watch:
         """What the blocks compute and weigh: medians over the recorded steps of this rank."""
         passes = self._recorded()
         order = list(passes[-1].forward)
+        unit_of = {name: unit for unit in self._units for name in unit.blocks}
         blocks = []
         for name, following in zip(order, [*order[1:], None], strict=True):
-            nbytes, gradient_nbytes = self._sizes(name)
             forward_s = median(self._forward_s(one, name, following) for one in passes)
             backward_s = median(self._s(*one.backward[name]) for one in passes)
-            blocks.append(Block(name, nbytes, gradient_nbytes, forward_s, backward_s))
-        rest = [self._sizes(None, unit) for unit in self._units if not unit.blocks]
-        meta: Meta = {"source": "recorded", "steps": len(passes), "torch": torch.__version__,
-                      "device": self._device_name()}  # fmt: skip
+            blocks.append(Block(name, *self._sizes(unit_of[name], name), forward_s, backward_s))
+        rest = [self._sizes(unit) for unit in self._units if not unit.blocks]
+        device = torch.cuda.get_device_name(self._device) if self._device.type == "cuda" else "CPU"
+        meta: Meta = {"source": "recorded", "steps": len(passes), "torch": torch.__version__, "device": device}
         return ShardedTrace(
             tuple(blocks), sum(nbytes for nbytes, _ in rest), sum(nbytes for _, nbytes in rest),
             median(max(0.0, self._s(one.rooted, one.due[order[0]])) for one in passes),
@@ -140,34 +135,18 @@ class Watch:
         """The recorded step of median length, on three tracks: computing, messages inside, messages between nodes."""
         passes = self._recorded()
         one = sorted(passes, key=lambda one: self._s(one.begun, one.updated))[len(passes) // 2]
-        zero = one.backward[list(one.forward)[-1]][0]
-        spans = self._spans(one, partial(self._s, zero))
-        return Timeline(spans, {"source": "measured", "units": len(self.plan), "steps": len(passes)})
-
-    def trace_steps(self, first: int, last: int, path: str | os.PathLike[str], force: bool = False) -> None:
-        """Have rank 0 write the steps ``first`` to ``last`` of all ranks, by one clock, as one trace for Perfetto.
-
-        The first step after watch() is 1; a step ends with a backward that reduces gradients. Call it with the same
-        arguments on every rank of the default process group, between steps: all of them train this model. At the start
-        and the end of the window ranks compare their clocks and wait for their GPUs.
-        """
-        window = ShardedWindow(
-            first, last, path, force, next_step=self._steps + 1, clock=self._clock, device=self._device,
-            inside=self._inside(),
-        )  # fmt: skip
-        self._windows.append(window)
+        return Timeline(self._spans(one), {"source": "measured", "units": len(self.plan), "steps": len(passes)})
 
     def metrics(self) -> dict[str, float]:
         """Numbers for a logger, of the step of median length: seconds of the step, of computing, of messages."""
         timeline = self.timeline()
-        inside = [span for span in timeline.spans if span.track == INSIDE]
-        between = [span for span in timeline.spans if span.track == BETWEEN]
-        compute_s = sum(span.seconds for span in timeline.compute)
+        seconds = {
+            track: sum(span.seconds for span in timeline.spans if span.track == track)
+            for track in (COMPUTE, INSIDE, BETWEEN)
+        }
         return {
             "step_s": timeline.iteration_s,
-            "compute_s": compute_s,
-            "inside_s": sum(span.seconds for span in inside),
-            "between_s": sum(span.seconds for span in between),
+            **{f"{track}_s": busy_s for track, busy_s in seconds.items()},
             "exposed_s": timeline.exposed_s,
             "overlap": timeline.overlap,
         }
@@ -200,9 +179,6 @@ class Watch:
         self._undo.clear()
         self._forget_gradients()
         self._now = None
-        for window in self._windows:
-            window.close()
-        self._windows.clear()
         self._clock.close()
 
     # ----------------------------------------------------------------------------------------------- recording
@@ -217,8 +193,6 @@ class Watch:
         if self._ended is not None:
             self._ended.updated = self._clock.mark()
             self._passes.append(self._ended)
-        for window in self._windows:
-            window.step_begins(self._steps + 1)
         self._ended, self._now = None, _Pass(self._clock.mark())
 
     def _root_there(self, *_: object) -> None:
@@ -286,32 +260,22 @@ class Watch:
             self._why = self._missing(one)
             self._ended = None if self._why else one
             self._now = None
-            if self._reduces():
-                self._steps += 1
-                for window in self._windows:
-                    window.step_ends(self._steps, None if self._why else partial(self._spans, one))
-                self._windows = [window for window in self._windows if not window.over]
 
     def _forget_gradients(self) -> None:
         for handle in self._gradients:
             handle.remove()
         self._gradients.clear()
 
-    def _reduces(self) -> bool:
-        """Whether a backward now is the end of a step, and not one whose gradients the next one adds to."""
-        block: Any = next(module for unit in self._units for module in unit.blocks.values())
-        groups = [group for unit in self._units for group in unit.groups]
-        return not is_finalized_by_hand(block) and all(one.reduce_grads and one.all_reduce_grads for one in groups)
-
     def _missing(self, one: _Pass) -> str:
         """Why this pass is no whole step; empty if it is one."""
-        if not self._reduces():
+        block: Any = next(module for unit in self._units for module in unit.blocks.values())
+        groups = [group for unit in self._units for group in unit.groups]
+        if is_finalized_by_hand(block) or not all(one.reduce_grads and one.all_reduce_grads for one in groups):
             return (
                 "the last backward did not reduce all gradients (set_requires_gradient_sync, set_requires_all_reduce, "
                 "set_manual_backward_finalization)"
             )
-        hooks = {group._all_reduce_hook for unit in self._units for group in unit.groups}
-        if hooks - {None, no_average, *self._averages}:
+        if {group._all_reduce_hook for group in groups} - {None, no_average, *self._averages}:
             return "ab.replicate() came after ab.watch(): close() this watch, and make another one"
         for name in (name for unit in self._units for name in unit.blocks):
             if name not in one.forward:
@@ -374,9 +338,21 @@ class Watch:
         begin, end = one.forward[name]
         return max(0.0, self._s(begin, one.due[following] if following is not None else end))
 
-    def _spans(self, one: _Pass, at: Callable[[object], float]) -> tuple[Span, ...]:
-        """What happened in a pass, in the order of its begin."""
-        spans = list(self._computing(one, at))
+    def _spans(self, one: _Pass) -> tuple[Span, ...]:
+        """What happened in a pass, in the order of its begin. Time zero: backward starts."""
+        names = list(one.forward)
+        at = partial(self._s, one.backward[names[-1]][0])
+        spans = [Span(COMPUTE, "before", at(one.rooted), max(at(one.rooted), at(one.due[names[0]])))]
+        for unit in self._units:
+            if order := [name for name in names if name in unit.blocks]:
+                first, last = order[0], order[-1]
+                for what, begun, ended in (
+                    ("forward", one.forward[first][0], one.forward[last][1]),
+                    ("backward", one.backward[last][0], one.backward[first][1]),
+                ):
+                    spans.append(Span(COMPUTE, f"{what} {unit.label}", at(begun), at(ended)))
+        spans.append(Span(COMPUTE, "loss", at(one.forward[names[-1]][1]), at(one.lost)))
+        spans.append(Span(COMPUTE, "update", at(one.averaged), at(one.updated)))
         free_s = dict.fromkeys((INSIDE, BETWEEN), at(one.begun))
         for track, what, label, start, end in one.messages:
             # A track carries one message at a time: one that was launched before has to end first.
@@ -385,43 +361,16 @@ class Watch:
             spans.append(Span(track, f"{what} {label}", start_s, free_s[track]))
         return tuple(sorted(spans, key=lambda span: span.start_s))
 
-    def _computing(self, one: _Pass, at: Callable[[object], float]) -> Iterator[Span]:
-        names = list(one.forward)
-        yield Span(COMPUTE, "before", at(one.rooted), max(at(one.rooted), at(one.due[names[0]])))
-        for unit in self._units:
-            if unit.blocks:
-                order = [name for name in names if name in unit.blocks]
-                yield Span(
-                    COMPUTE, f"forward {unit.label}", at(one.forward[order[0]][0]), at(one.forward[order[-1]][1])
-                )
-                yield Span(
-                    COMPUTE, f"backward {unit.label}", at(one.backward[order[-1]][0]), at(one.backward[order[0]][1])
-                )
-        yield Span(COMPUTE, "loss", at(one.forward[names[-1]][1]), at(one.lost))
-        if one.updated is not None:  # else the last step of a window ends here
-            yield Span(COMPUTE, "update", at(one.averaged), at(one.updated))
-
-    def _sizes(self, name: str | None, unit: _Watched | None = None) -> tuple[int, int]:
-        """Bytes that are gathered and that are reduced for a block; for the whole unit where no name is given."""
-        units = [unit] if unit is not None else [unit for unit in self._units if name in unit.blocks]
+    def _sizes(self, unit: _Watched, block: str = "") -> tuple[int, int]:
+        """Bytes that are gathered and that are reduced for a block; for the whole unit where none is named."""
         nbytes = gradient_nbytes = 0
-        for group in units[0].groups:
-            for one in group.fsdp_params:
-                parameter = one.sharded_param
-                if name is None or self._names[parameter].startswith(f"{name}."):
-                    numel = parameter.numel()
-                    nbytes += numel * (one.mp_policy.param_dtype or parameter.dtype).itemsize
-                    gradient_nbytes += numel * gradient_dtype(one).itemsize * parameter.requires_grad
+        for one in (one for group in unit.groups for one in group.fsdp_params):
+            parameter = one.sharded_param
+            if not block or self._names[parameter].startswith(f"{block}."):
+                numel = parameter.numel()
+                nbytes += numel * (one.mp_policy.param_dtype or parameter.dtype).itemsize
+                gradient_nbytes += numel * gradient_dtype(one).itemsize * parameter.requires_grad
         return nbytes, gradient_nbytes
-
-    def _inside(self) -> list[int]:
-        """The ranks that share one copy of the model; where HSDP has nodes of one rank, this rank alone."""
-        mesh_info = next(group.mesh_info for unit in self._units for group in unit.groups)
-        shards = getattr(mesh_info, "shard_process_group", None)
-        return [dist.get_rank()] if shards is None else dist.get_process_group_ranks(shards)
-
-    def _device_name(self) -> str:
-        return torch.cuda.get_device_name(self._device) if self._device.type == "cuda" else "CPU"
 
 
 class _Timed:

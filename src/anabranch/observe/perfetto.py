@@ -11,8 +11,6 @@ if TYPE_CHECKING:
     from anabranch.observe.trace_window import ClockAlignment
 
 COMPUTE, GRADIENTS, FIRST_LANE = 0, 1, 2  # tracks of a process
-INSIDE, BETWEEN = 1, 2  # those of a sharded model, after its computation
-SHARDED_TRACKS = {"compute": COMPUTE, "inside": INSIDE, "between": BETWEEN}
 PARTS = ("forward", "backward", "exposed communication")
 
 Event = dict[str, Any]
@@ -24,9 +22,8 @@ def perfetto_document(
 ) -> dict[str, Any]:
     """The trace-event JSON object, in rank 0's time from the first event on, in microseconds.
 
-    ``recordings`` are the steps of each rank by its own clock, as ``TraceWindow`` gathers them; those of sharded models
-    hold ``spans`` by track, and the ranks ``inside`` this one's node. The error bound of a rank's clock against rank
-    0's is in the name of its process and in ``otherData``, with ``facts``.
+    ``recordings`` are the steps of each rank by its own clock, as ``TraceWindow`` gathers them. The error bound of a
+    rank's clock against rank 0's is in the name of its process and in ``otherData``, with ``facts``.
     """
     errors_s = [0.0]
     for recording, alignment in zip(recordings[1:], alignments[1:], strict=True):
@@ -38,7 +35,7 @@ def perfetto_document(
     )
     events: list[Event] = []
     for rank, (alignment, error_s) in enumerate(zip(alignments, errors_s, strict=True)):
-        events += _rank_events(rank, recordings, error_s, partial(_nanoseconds, alignment, origin_s))
+        events += _rank_events(rank, recordings[rank]["steps"], error_s, partial(_nanoseconds, alignment, origin_s))
     other = {
         "made_by": "anabranch",
         **facts,
@@ -53,19 +50,7 @@ def _nanoseconds(alignment: "ClockAlignment", origin_s: float, at_s: float) -> i
     return max(0, round((alignment.to_rank_0_time(at_s) - origin_s) * 1e9))
 
 
-def _rank_events(
-    rank: int, recordings: Sequence[Mapping[str, Any]], error_s: float, ns: Nanoseconds
-) -> Iterator[Event]:
-    steps = recordings[rank]["steps"]
-    if "inside" in recordings[rank]:
-        yield from _track_names(rank, error_s, SHARDED_TRACKS)
-        # The ranks with the same shard are those at the same place inside their node.
-        places = [recording["inside"].index(other) for other, recording in enumerate(recordings)]
-        between = [other for other, place in enumerate(places) if place == places[rank]]
-        peers = {INSIDE: recordings[rank]["inside"], BETWEEN: between}
-        for step in steps:
-            yield from _span_events(rank, step, ns, peers)
-        return
+def _rank_events(rank: int, steps: Sequence[Mapping[str, Any]], error_s: float, ns: Nanoseconds) -> Iterator[Event]:
     lanes = sorted({bucket["lane"] for step in steps for bucket in step["buckets"]})
     names = {"compute": COMPUTE, "gradients ready": GRADIENTS, **{f"lane {n}": FIRST_LANE + n for n in lanes}}
     yield from _track_names(rank, error_s, names)
@@ -74,8 +59,6 @@ def _rank_events(
 
 
 def _first_s(step: Mapping[str, Any]) -> float:
-    if "spans" in step:
-        return float(min(start_s for _, _, start_s, _ in step["spans"]))
     return float(min([*step["edges_s"], *step["ready_s"].values(), *(b["launched_s"] for b in step["buckets"])]))
 
 
@@ -86,17 +69,6 @@ def _track_names(rank: int, error_s: float, tracks: Mapping[str, int]) -> Iterat
     for name, track in tracks.items():
         yield _meta(rank, track, "thread_name", name=name)
         yield _meta(rank, track, "thread_sort_index", sort_index=track)
-
-
-def _span_events(
-    rank: int, step: Mapping[str, Any], ns: Nanoseconds, peers: Mapping[int, Sequence[int]]
-) -> Iterator[Event]:
-    """A step of a sharded model; ``peers`` are the ranks that take part in the messages of a track."""
-    for name, label, start_s, end_s in step["spans"]:
-        track = SHARDED_TRACKS[name]
-        category = "compute" if track == COMPUTE else "communication"
-        args: dict[str, Any] = {"step": step["step"], **({"ranks": peers[track]} if track in peers else {})}
-        yield _slice(rank, track, label, category, ns(start_s), ns(end_s), args)
 
 
 def _step_events(rank: int, step: Mapping[str, Any], ns: Nanoseconds) -> Iterator[Event]:

@@ -107,72 +107,12 @@ class HostAnchor(NamedTuple):
         return min(tries, key=lambda anchor: anchor.error_s)
 
 
-class WindowFile:
-    """The steps ``first`` … ``last`` of all ranks of ``control``, which sends host memory.
-
-    The constructor, ``begin`` and ``write`` are collective. A wrong window, or a file that exists and may not be
-    replaced, is refused on all ranks before any step; ``next_step`` is the number of the one that comes next.
-    """
-
-    def __init__(
-        self, first: int, last: int, path: str | os.PathLike[str], force: bool, *, next_step: int, control: Group
-    ) -> None:
-        given = f"steps {first!r} to {last!r}, and {next_step} comes next"
-        check_same("the window given to trace_steps()", [given], control)
-        _check_range(first, last, next_step)  # after check_same(), so that all ranks raise or none does
-        exists = Path(path).exists() and not force
-        problem = f"{path}: is already there; choose another name, or replace it with force=True" if exists else ""
-        if problem_of_rank_0 := from_rank_0(problem.encode(), control).decode():
-            raise FileError(problem_of_rank_0)  # on every rank
-        self.first, self.last, self.path = first, last, Path(path)
-        self._force = force
-        self._control = control
-        self._offsets_before: list[Offset] = []
-        self._begun: tuple[Clock, HostAnchor] | None = None
-
-    def begin(self, clock: Clock) -> None:
-        """Compare the clocks of all ranks, and tie ``clock`` to the host's; waits for the device."""
-        self._offsets_before = clock_offsets(self._control)
-        self._begun = (clock, HostAnchor.measure(clock))
-
-    @property
-    def anchor(self) -> HostAnchor:
-        """The mark at the start of the window."""
-        assert self._begun is not None
-        return self._begun[1]
-
-    def at(self, mark: object) -> float:
-        """When a mark of the clock was taken, in seconds of this rank's host."""
-        assert self._begun is not None
-        clock, anchor = self._begun
-        return anchor.host_s + clock.elapsed_s(anchor.mark, mark)
-
-    def write(self, recording: Mapping[str, Any], facts: Mapping[str, Any]) -> None:
-        """Gather what the ranks recorded, JSON values with a list ``steps``, and write it on rank 0."""
-        offsets_after = clock_offsets(self._control)
-        own = {"anchor_error_s": self.anchor.error_s, **recording}
-        payloads = to_rank_0(json.dumps(own).encode(), self._control)
-        if dist.get_rank(self._control) != 0:
-            return
-        recordings = [json.loads(payload) for payload in payloads]
-        alignments = list(map(ClockAlignment, self._offsets_before, offsets_after))
-        window = {**facts, "first_step": self.first, "last_step": self.last}
-        try:
-            text = json.dumps(perfetto_document(recordings, alignments, window), allow_nan=False) + "\n"
-            write_text(text, self.path, self._force)
-        except Exception as error:  # training continues, on this rank as on the others
-            log.error("anabranch: the trace of steps %d to %d is lost: %s", self.first, self.last, error)
-
-    def drop(self) -> None:
-        """Say that there will be no file: the other ranks may not close now, so nothing can be gathered."""
-        log.warning("anabranch: closed before step %d: no trace was written to %s", self.last, self.path)
-
-
 class TraceWindow(StepObserver):
     """Records the steps ``first`` … ``last`` of ``timer`` on every rank; rank 0 writes them to ``path``.
 
-    The constructor, the start and the end of the window are collective among the ranks of ``control``. Start and end
-    wait for the device; the steps in between do not.
+    The constructor, the start and the end of the window are collective among the ranks of ``control``, which sends host
+    memory. Start and end wait for the device; the steps in between do not. A wrong window, or a file that exists and
+    may not be replaced, is refused on all ranks before any step.
     """
 
     def __init__(
@@ -188,10 +128,18 @@ class TraceWindow(StepObserver):
         control: Group,
     ) -> None:
         next_step = current_step().number
-        self._file = WindowFile(first, last, path, force, next_step=next_step, control=control)
+        given = f"steps {first!r} to {last!r}, and {next_step} comes next"
+        check_same("the window given to trace_steps()", [given], control)
+        _check_range(first, last, next_step)  # after check_same(), so that all ranks raise or none does
+        exists = Path(path).exists() and not force
+        problem = f"{path}: is already there; choose another name, or replace it with force=True" if exists else ""
+        if problem_of_rank_0 := from_rank_0(problem.encode(), control).decode():
+            raise FileError(problem_of_rank_0)  # on every rank
+        self._first, self._last, self._path, self._force = first, last, Path(path), force
         self._timer = timer
         self._current_step = current_step
         self._parameters = parameters
+        self._control = control
         self._steps: list[tuple[int, StepMarks, Plan | None]] = []  # number, and the plan that ran in it
         self._timing = ExitStack()
         timer.observers.append(self)
@@ -201,22 +149,25 @@ class TraceWindow(StepObserver):
     @_disable_dynamo
     def on_step_end(self, step: StepMarks) -> None:
         current = self._current_step()
-        if self._file.first <= current.number <= self._file.last:
+        if self._first <= current.number <= self._last:
             # Copies: a trial empties the list when it ends, and a later backward pass may add gradients.
             marks = replace(step, buckets=list(step.buckets), ready=dict(step.ready))
             self._steps.append((current.number, marks, current.plan))
-        if current.number == self._file.first - 1:
+        if current.number == self._first - 1:
             self._begin()
-        if current.number == self._file.last:
+        if current.number == self._last:
             self._finish()
 
     def close(self) -> None:
         """Drop the window."""
         self._release()
-        self._file.drop()
+        # The other ranks may not close now, so nothing can be gathered.
+        log.warning("anabranch: closed before step %d: no trace was written to %s", self._last, self._path)
 
     def _begin(self) -> None:
-        self._file.begin(self._timer.clock)
+        """Compare the clocks of all ranks, and tie that of the steps to the host's; waits for the device."""
+        self._offsets_before = clock_offsets(self._control)
+        self._anchor = HostAnchor.measure(self._timer.clock)
         self._timing.enter_context(self._timer.bucket_timing())
         self._timing.enter_context(self._timer.gradient_timing(self._parameters))
 
@@ -228,14 +179,29 @@ class TraceWindow(StepObserver):
         """Gather the steps of all ranks, and write them on rank 0."""
         self._timer.observers.remove(self)
         self._timer.clock.settle()
-        recording = {"steps": [self._document(*step) for step in self._steps]}
+        recording = {"anchor_error_s": self._anchor.error_s, "steps": [self._document(*step) for step in self._steps]}
         self._release()
+        offsets_after = clock_offsets(self._control)
+        payloads = to_rank_0(json.dumps(recording).encode(), self._control)
+        if dist.get_rank(self._control) != 0:
+            return
+        recordings = [json.loads(payload) for payload in payloads]
+        alignments = list(map(ClockAlignment, self._offsets_before, offsets_after))
         device = next(iter(self._parameters.values())).device
-        self._file.write(recording, {"device": device.type})
+        window = {"device": device.type, "first_step": self._first, "last_step": self._last}
+        try:
+            text = json.dumps(perfetto_document(recordings, alignments, window), allow_nan=False) + "\n"
+            write_text(text, self._path, self._force)
+        except Exception as error:  # training continues, on this rank as on the others
+            log.error("anabranch: the trace of steps %d to %d is lost: %s", self._first, self._last, error)
+
+    def _at(self, mark: object) -> float:
+        """When a mark was taken, in seconds of this rank's host."""
+        return self._anchor.host_s + self._timer.clock.elapsed_s(self._anchor.mark, mark)
 
     def _document(self, number: int, marks: StepMarks, plan: Plan | None) -> dict[str, Any]:
         """A step as JSON values, in the time of this rank's host clock."""
-        at = self._file.at
+        at = self._at
         return {
             "step": number,
             "plan": plan.fingerprint[:12] if plan is not None else None,
@@ -245,7 +211,7 @@ class TraceWindow(StepObserver):
         }
 
     def _buckets(self, plan: Plan, marks: StepMarks) -> Iterator[dict[str, Any]]:
-        parameters, anchor = self._parameters, self._file.anchor
+        parameters, anchor = self._parameters, self._anchor
         for times in bucket_times(marks, plan, self._timer.clock, anchor.mark):
             bucket = plan.buckets[times.number]
             yield {

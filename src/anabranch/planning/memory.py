@@ -143,10 +143,9 @@ class BucketSize(NamedTuple):
         return max(self.indices)
 
 
-Compresses = Callable[[ReadyGradient], bool]  # whether a gradient may be in a bucket that is compressed
-
-
-def buckets_by_size(profile: StepProfile, cap_nbytes: int, compresses: Compresses) -> list[BucketSize]:
+def buckets_by_size(
+    profile: StepProfile, cap_nbytes: int, compresses: Callable[[ReadyGradient], bool]
+) -> list[BucketSize]:
     """Return buckets of about ``cap_nbytes`` in the order of backward; those that cannot be compressed are separate."""
     found: list[BucketSize] = []
     open_buckets: dict[bool, list[int]] = {True: [], False: []}  # by whether they are compressed
@@ -158,15 +157,6 @@ def buckets_by_size(profile: StepProfile, cap_nbytes: int, compresses: Compresse
             found.append(_bucket(profile, indices, compressed))
             open_buckets[compressed] = []
     return found + [_bucket(profile, indices, compressed) for compressed, indices in open_buckets.items() if indices]
-
-
-def buckets_by_names(profile: StepProfile, plan: Sequence[Sequence[str]], compresses: Compresses) -> list[BucketSize]:
-    """Return buckets as a plan names them; a bucket is compressed if all its gradients may be."""
-    index_of = {gradient.name: index for index, gradient in enumerate(profile.gradients)}
-    if unknown := [name for names in plan for name in names if name not in index_of]:
-        raise ValueError(f"a bucket names {unknown[0]}, which has no gradient in this step: plan for this model")
-    buckets = ([index_of[name] for name in names] for names in plan)
-    return [_bucket(profile, one, all(compresses(profile.gradients[index]) for index in one)) for one in buckets]
 
 
 def _bucket(profile: StepProfile, indices: Sequence[int], compressed: bool) -> BucketSize:
@@ -222,10 +212,14 @@ class TrainingMode(NamedTuple):
         return form.message_nbytes(form.region_numel(bucket.numel, 1))
 
     def buckets(self, profile: StepProfile, setting: "Setting") -> list[BucketSize]:
-        """The buckets that this mode exchanges."""
+        """The buckets that this mode exchanges; of a plan's, those are compressed of which all gradients may be."""
         if setting.buckets is None:
             return buckets_by_size(profile, BUCKET_NBYTES, self.compresses)
-        return buckets_by_names(profile, setting.buckets, self.compresses)
+        index_of = {gradient.name: index for index, gradient in enumerate(profile.gradients)}
+        if unknown := [name for names in setting.buckets for name in names if name not in index_of]:
+            raise ValueError(f"a bucket names {unknown[0]}, which has no gradient in this step: plan for this model")
+        buckets = ([index_of[name] for name in names] for names in setting.buckets)
+        return [_bucket(profile, one, all(self.compresses(profile.gradients[i]) for i in one)) for one in buckets]
 
 
 DDP = TrainingMode(DENSE)
@@ -319,6 +313,11 @@ def until_gradient(name: str) -> str:
     return f"until the gradient of {name}"
 
 
+def exchange_of(last: ReadyGradient) -> str:
+    """The moment in words when the bucket that this gradient completes is exchanged."""
+    return f"exchange of the bucket to {last.name}"
+
+
 def _data_parallel(profile: StepProfile, setting: Setting, mode: TrainingMode) -> Iterator[Footprint]:
     buckets = mode.buckets(profile, setting)
     residual = sum(mode.stored_nbytes(bucket) for bucket in buckets)
@@ -326,22 +325,18 @@ def _data_parallel(profile: StepProfile, setting: Setting, mode: TrainingMode) -
     constant = constant.plus(workspace=owner_sums_nbytes(buckets, setting, mode))
     for gradient in profile.gradients:
         yield constant.plus_use(until_gradient(gradient.name), gradient.peak_before)
-    yield from _exchanges(profile, setting, buckets, constant, mode)
-    yield optimizer_step(profile, constant)
-
-
-def _exchanges(
-    profile: StepProfile, setting: Setting, buckets: Sequence[BucketSize], constant: Footprint, mode: TrainingMode
-) -> Iterator[Footprint]:
-    """The moments when each compressed bucket is complete; the previous bucket's messages are still in memory."""
-    previous = NO_MESSAGES
+    previous = NO_MESSAGES  # the messages of the bucket before are still in memory
     for bucket in sorted((bucket for bucket in buckets if bucket.compressed), key=lambda bucket: bucket.last_index):
         gradient = profile.gradients[bucket.last_index]
         messages, *rarely = exchange_nbytes(bucket, setting, mode)
         for own in (messages, *rarely):
-            together = {kind: previous[kind] + own[kind] for kind in previous}
-            yield constant.plus_use(f"exchange of the bucket to {gradient.name}", gradient.when_ready, **together)
+            yield constant.plus_use(exchange_of(gradient), gradient.when_ready, **_together(previous, own))
         previous = messages
+    yield optimizer_step(profile, constant)
+
+
+def _together(one: Mapping[str, int], other: Mapping[str, int]) -> dict[str, int]:
+    return {kind: one[kind] + other[kind] for kind in one}
 
 
 class _Slots:
@@ -388,24 +383,27 @@ class Moment:
 def lean_moments(profile: StepProfile, setting: Setting, mode: TrainingMode) -> Iterator[Moment]:
     """The moments of a step of Lean's; activations of the profile do not count."""
     buckets = sorted(mode.buckets(profile, setting), key=lambda bucket: bucket.last_index)
-    constant = _constant_of_lean(profile, setting, mode, buckets)
+    constant = constant_footprint(profile, setting, residual=sum(mode.stored_nbytes(bucket) for bucket in buckets))
+    if setting.options.deterministic:  # else an owner sums in the slot
+        constant = constant.plus(workspace=owner_sums_nbytes(buckets, setting, mode))
     of_index = {index: bucket for bucket in buckets for index in bucket.indices}
     slots, waiting, previous = _Slots(mode, setting), 0, NO_MESSAGES
     for index, gradient in enumerate(profile.gradients):
         yield Moment(constant.plus(until_gradient(gradient.name), **slots.with_more(waiting)), index)
-        for bucket in (bucket for bucket in buckets if bucket.last_index == index):
+        bucket = of_index[index]
+        if bucket.last_index == index:
             slots.take(bucket)
-            at = f"exchange of the bucket to {gradient.name}"
+            at = exchange_of(gradient)
             yield Moment(constant.plus(at, **slots.with_more(waiting, **previous)), index, ready=True)
             if not mode.sums_in_place(bucket):  # its gradients have moved to the slot
                 waiting -= sum(profile.gradients[i].nbytes for i in bucket.indices if i != index)
             messages, *rarely = exchange_nbytes(bucket, setting, mode)
             step = {**NO_MESSAGES, "workspace": 0 if setting.clips else _step_nbytes(profile, bucket)}
             for more in (messages, *rarely, step):
-                together = {kind: previous[kind] + more[kind] for kind in previous}
-                yield Moment(constant.plus(at, **slots.with_more(waiting, **together)), index, ready=True)
+                held = slots.with_more(waiting, **_together(previous, more))
+                yield Moment(constant.plus(at, **held), index, ready=True)
             previous = messages
-        if of_index[index].last_index != index and not mode.sums_in_place(of_index[index]):
+        elif not mode.sums_in_place(bucket):
             waiting += gradient.nbytes
     whole = max(bucket.nbytes for bucket in buckets) if setting.clips and mode.keeps_residual else 0
     workspace = max(_step_nbytes(profile, bucket) for bucket in buckets)
@@ -415,27 +413,16 @@ def lean_moments(profile: StepProfile, setting: Setting, mode: TrainingMode) -> 
 
 def _lean(profile: StepProfile, setting: Setting, mode: TrainingMode) -> Iterator[Footprint]:
     for moment in lean_moments(profile, setting, mode):
-        if moment.index == len(profile.gradients):
-            yield moment.footprint.plus_use(moment.footprint.at, profile.after_backward)
-        else:
+        use = profile.after_backward
+        if moment.index < len(profile.gradients):
             gradient = profile.gradients[moment.index]
             use = gradient.when_ready if moment.ready else gradient.peak_before
-            yield moment.footprint.plus_use(moment.footprint.at, use)
+        yield moment.footprint.plus_use(moment.footprint.at, use)
 
 
 def residual_nbytes(profile: StepProfile, setting: Setting, mode: TrainingMode) -> int:
     """Bytes of all residuals between exchanges."""
     return sum(mode.stored_nbytes(bucket) for bucket in mode.buckets(profile, setting))
-
-
-def _constant_of_lean(
-    profile: StepProfile, setting: Setting, mode: TrainingMode, buckets: Sequence[BucketSize]
-) -> Footprint:
-    """Return what Lean has in memory during the whole step, residuals included."""
-    constant = constant_footprint(profile, setting, residual=sum(mode.stored_nbytes(bucket) for bucket in buckets))
-    if setting.options.deterministic:  # else an owner sums in the slot
-        constant = constant.plus(workspace=owner_sums_nbytes(buckets, setting, mode))
-    return constant
 
 
 def _step_nbytes(profile: StepProfile, bucket: BucketSize) -> int:

@@ -56,46 +56,38 @@ def _nvlink(across: Preset, name: str) -> Preset:
     return Preset(low, middle, high, nvlink.origin, source, f"inside {nvlink.spread}; between nodes {across.spread}")
 
 
-_1GBE = Preset(
-    _ring(113, 8e-9), _ring(436, 9e-9), _ring(900, 1e-8), "published",
-    "436 µs a hop and 0.89 Gbit/s, point to point, in the MG-WFBP authors' scripts",
-    "113 to 900 µs a hop in the same authors' all-gathers on 16 and 4 workers; 0.8 to 1 Gbit/s is assumed",
-)  # fmt: skip
-_10GBE = Preset(
-    _ring(45.25, 1 / (9.43 * GIGABIT)), AlphaBeta.ring_like(8, 1.3687e-3, 1.6570e-9),
-    AlphaBeta("ring", 2.465e-3 / 14, 1.2 / (9 * 2**30 / 8)), "published",
-    "a = 1.3687 ms and b = 1.657 ns per byte, nccl-tests on 8 nodes, in the ASC-WFBP authors' scripts, read as a ring",
-    "from 45 µs a hop (the MG-WFBP simulation) and iperf's 9.43 Gbit/s to 176 µs (NCCL in a job of 8 workers) and 8.05 "
-    "Gbit/s (that simulation)",
-)  # fmt: skip
-_25GBE = Preset(
-    _ring(15, 3.780e-10), _ring(30, 4.046e-10), _ring(60, 4.457e-10), "measured",
-    "19.8 Gbit/s, the median of five models' whole gradients in one NCCL all-reduce over TCP on this project's lab "
-    "(benchmarks/rivals_h200_lab_25gbit_2026-11-15.md); 30 µs a hop is assumed",
-    "17.9 to 21.2 Gbit/s among those five; 15 to 60 µs a hop is assumed",
-)  # fmt: skip
-_56IB = Preset(
-    AlphaBeta.ring_like(8, 9.754e-5, 3.057e-10), AlphaBeta.ring_like(16, 2.358e-4, 4.059e-10),
-    AlphaBeta.ring_like(16, 3 * 2.358e-4, 4.059e-10), "published",
-    "a = 0.236 ms and b = 0.406 ns per byte on 16 V100s, the MG-WFBP authors' fit, read as a ring",
-    "from their fit for 8 workers to three times that latency, as a later copy of their table has it",
-)  # fmt: skip
-_100GBE = _nominal(100, 20, (0.95, 0.8, 0.5), "TCP, which often does not fill such a link")
-_100IB = _nominal(100, 5, (0.97, 0.9, 0.7), "RDMA")
-_400IB = _nominal(400, 5, (0.97, 0.85, 0.6), "RDMA")
-
-PRESETS: Mapping[str, Preset] = {
-    "1gbe": _1GBE,
-    "10gbe": _10GBE,
-    "25gbe": _25GBE,
-    "100gbe": _100GBE,
-    "56ib": _56IB,
-    "100ib": _100IB,
-    "400ib": _400IB,
-    "nvlink+25gbe": _nvlink(_25GBE, "25gbe"),
-    "nvlink+100gbe": _nvlink(_100GBE, "100gbe"),
-    "nvlink+400ib": _nvlink(_400IB, "400ib"),
-}
+LINKS: Mapping[str, Preset] = {
+    "1gbe": Preset(
+        _ring(113, 8e-9), _ring(436, 9e-9), _ring(900, 1e-8), "published",
+        "436 µs a hop and 0.89 Gbit/s, point to point, in the MG-WFBP authors' scripts",
+        "113 to 900 µs a hop in the same authors' all-gathers on 16 and 4 workers; 0.8 to 1 Gbit/s is assumed",
+    ),
+    "10gbe": Preset(
+        _ring(45.25, 1 / (9.43 * GIGABIT)), AlphaBeta.ring_like(8, 1.3687e-3, 1.6570e-9),
+        AlphaBeta("ring", 2.465e-3 / 14, 1.2 / (9 * 2**30 / 8)), "published",
+        "a = 1.3687 ms and b = 1.657 ns per byte, nccl-tests on 8 nodes, in the ASC-WFBP authors' scripts, read as a "
+        "ring",
+        "from 45 µs a hop (the MG-WFBP simulation) and iperf's 9.43 Gbit/s to 176 µs (NCCL in a job of 8 workers) and "
+        "8.05 Gbit/s (that simulation)",
+    ),
+    "25gbe": Preset(
+        _ring(15, 3.780e-10), _ring(30, 4.046e-10), _ring(60, 4.457e-10), "measured",
+        "19.8 Gbit/s, the median of five models' whole gradients in one NCCL all-reduce over TCP on this project's lab "
+        "(benchmarks/rivals_h200_lab_25gbit_2026-11-15.md); 30 µs a hop is assumed",
+        "17.9 to 21.2 Gbit/s among those five; 15 to 60 µs a hop is assumed",
+    ),
+    "100gbe": _nominal(100, 20, (0.95, 0.8, 0.5), "TCP, which often does not fill such a link"),
+    "56ib": Preset(
+        AlphaBeta.ring_like(8, 9.754e-5, 3.057e-10), AlphaBeta.ring_like(16, 2.358e-4, 4.059e-10),
+        AlphaBeta.ring_like(16, 3 * 2.358e-4, 4.059e-10), "published",
+        "a = 0.236 ms and b = 0.406 ns per byte on 16 V100s, the MG-WFBP authors' fit, read as a ring",
+        "from their fit for 8 workers to three times that latency, as a later copy of their table has it",
+    ),
+    "100ib": _nominal(100, 5, (0.97, 0.9, 0.7), "RDMA"),
+    "400ib": _nominal(400, 5, (0.97, 0.85, 0.6), "RDMA"),
+}  # fmt: skip
+NODES = {f"nvlink+{name}": _nvlink(LINKS[name], name) for name in ("25gbe", "100gbe", "400ib")}
+PRESETS: Mapping[str, Preset] = {**LINKS, **NODES}
 NO_SPREAD = "none known: no band; --spread 0.2 states one"
 
 
@@ -145,11 +137,8 @@ class NetworkRange:
             return "carried to other world sizes as the ring whose latency and rate its straight-line fit has here"
         if isinstance(model, TwoLevel):
             k = model.ranks_per_node
-            return (
-                f"reduce-scatter and all-gather inside nodes of {k} (2·{k - 1} hops, each byte 2·{k - 1}/{k} times), "
-                "between them an all-reduce of N nodes over one card each (2(N-1) hops, each byte 2(N-1)/N times), one "
-                "after the other"
-            )
+            nodes = f"reduce-scatter and all-gather inside nodes of {k}, between them an all-reduce over one card each"
+            return f"{nodes}, one after the other; among P ranks 2(P-1) hops, each byte 2(P-1)/P times"
         if model.algorithm == "ring":
             return "a ring of P ranks: 2(P-1) hops, each byte 2(P-1)/P times over a link"
         return f"{model.algorithm.replace('_', ' ')}: hops grow with log2 P"

@@ -94,16 +94,16 @@ def json_text(document: Mapping[str, Any]) -> str:
 
 def save(noun: Noun, path: str | os.PathLike[str], force: bool = False) -> None:
     """Write a noun. An existing file is replaced only with ``force``; a crash leaves the old file or the new."""
-    try:
-        content = dumps(noun).encode()
-    except UnicodeEncodeError as error:
-        raise refused(str(path), f"a name or text cannot be written as UTF-8: {error}") from error
-    write_bytes(content, path, force)
+    write_text(dumps(noun), path, force)
 
 
 def write_text(text: str, path: str | os.PathLike[str], force: bool = False) -> None:
     """Write any output file under the same promises as ``save``."""
-    write_bytes(text.encode(), path, force)
+    try:
+        content = text.encode()
+    except UnicodeEncodeError as error:
+        raise refused(str(path), f"a name or text cannot be written as UTF-8: {error}") from error
+    write_bytes(content, path, force)
 
 
 def write_bytes(content: bytes, path: str | os.PathLike[str], force: bool = False) -> None:

@@ -40,9 +40,8 @@ def test_a_plan_in_another_order_is_refused() -> None:
         ShardingPlan.per_block(["b", "a"]).check(TRACE)
 
 
-def test_times_can_be_replaced_and_scaled() -> None:
+def test_times_can_be_replaced() -> None:
     assert TRACE.with_times(TRACE.times) == TRACE
-    assert TRACE.scaled(2).compute_s == pytest.approx(2 * TRACE.compute_s)
     assert TRACE.with_times([0, 0, 0, 1, 2, 3, 4]).blocks[1].backward_s == 4
 
 

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from anabranch.tools.bench import compiled as compiled_bench
 from anabranch.tools.bench.compiled import UNCUT, CountingBackend, compiled_references, compiled_step, start_compiler
-from anabranch.tools.bench.run import Settings, _compiled_reference_names, run
+from anabranch.tools.bench.run import Settings, compiled_reference_names, run
 from anabranch.tools.bench.workload import Workload
 from anabranch.tools.bench.zoo import Step
 from anabranch.tools.report.documents import BASELINE, COMPUTE, OURS
@@ -77,10 +77,10 @@ def test_what_others_need_or_does_not_run_cannot_be_skipped() -> None:
 
 def test_an_uncut_ddp_is_raced_unless_it_is_left_out() -> None:
     every = [COMPUTE, BASELINE, UNCUT]
-    assert _compiled_reference_names(Settings(compiled=True)) == every
-    assert _compiled_reference_names(Settings(compiled=True, only=("uncut",))) == every
-    assert _compiled_reference_names(Settings(compiled=True, only=("nothing",))) == every[:2]
-    assert _compiled_reference_names(Settings(compiled=True, skip=("DDP, uncut, compiled",))) == every[:2]
+    assert compiled_reference_names(Settings(compiled=True)) == every
+    assert compiled_reference_names(Settings(compiled=True, only=("uncut",))) == every
+    assert compiled_reference_names(Settings(compiled=True, only=("nothing",))) == every[:2]
+    assert compiled_reference_names(Settings(compiled=True, skip=("DDP, uncut, compiled",))) == every[:2]
     Settings(compiled=True, skip=("DDP, uncut, compiled",)).check_skipped()
 
 

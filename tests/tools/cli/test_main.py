@@ -72,7 +72,7 @@ WRONG_USES = [
     ["plan"],
     ["show"],
     ["plan", "--nonsense"],
-    ["scale", "--jitter", "x"],
+    ["scale", "--spread", "x"],
     ["scale", "--batch", "x"],
 ]
 

@@ -1,8 +1,7 @@
-"""anabranch memory: what the library predicts, what fits, and what that does to throughput."""
+"""anabranch memory: what the library predicts, and what fits."""
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -10,20 +9,17 @@ from torch import nn
 
 from anabranch.planning.memory import KINDS, Setting
 from anabranch.tools.bench import zoo
-from anabranch.tools.cli import arguments, network_text
 from anabranch.tools.cli.main import main
-from anabranch.tools.cli.memory import AUTO_AS, throughput_network
+from anabranch.tools.cli.memory import AUTO_AS, network_of
 from anabranch.tools.predict.memory.estimator import OPTIMIZERS, in_bfloat16
 from anabranch.tools.predict.memory.probe import Loss, probe
-from anabranch.tools.predict.memory.throughput import samples_per_s
 from anabranch.tools.predict.memory.training_modes import DEFAULT_MODES, modes_of, predict
 from anabranch.tools.report.documents import MemoryDocument, MemoryMode
 from anabranch.tools.report.memory import memory_tables
 from anabranch.values.files import save
 from anabranch.values.kinds.options import OkTopk
-from anabranch.values.network import Network
 from anabranch.values.plan import Bucket, Plan
-from tools.cli.nouns import error_of, json_of, small_trace
+from tools.cli.nouns import error_of, json_of
 from tools.predict.memory.models import images
 
 ASKED = ["memory", "--model", "resnet50", "--batch-size", "4"]
@@ -55,7 +51,7 @@ def test_the_table_has_every_kind_and_mode(capsys: pytest.CaptureFixture[str]) -
     out = capsys.readouterr().out
     assert all(
         word in out
-        for kind in (*KINDS, *DEFAULT_MODES, "predicted", "more than", "largest batch", "samples/s", "Assumed: ")
+        for kind in (*KINDS, *DEFAULT_MODES, "predicted", "more than", "largest batch", "Assumed: ")
         for word in kind.split()
     )
 
@@ -142,32 +138,11 @@ def test_recomputed_activations_let_lean_take_more(capsys: pytest.CaptureFixture
     assert again["ddp"] == kept["ddp"] and again["lean"] >= kept["lean"]
 
 
-def test_throughput_is_at_the_batch_of_each_mode(capsys: pytest.CaptureFixture[str]) -> None:
-    document = json_of(capsys, *ASKED, "--within", "100MiB", "--network", "ring:ranks=8,alpha=30us,rate=1gbit")
-    trace, network = arguments.trace("resnet50"), Network.ring(8, 30e-6, 8e-9)
-    assert document["ranks"] == 8
-    for mode, speed in document["samples_per_s"].items():
-        expected = samples_per_s(trace, network, mode, document["largest_batch"][mode], 0.01)
-        assert speed == pytest.approx(expected)
-    assert any("in proportion to the batch" in line for line in document["assumptions"])
-
-
 def test_a_network_by_name_takes_the_ranks() -> None:
-    network = throughput_network("10gbe", 3)
+    network = network_of("10gbe", 3)
     assert network is not None and network.world_size == 3
-    network = throughput_network("10gbe", None)
+    network = network_of("10gbe", None)
     assert network is not None and network.world_size == 4
-
-
-def test_a_model_without_a_trace_has_no_throughput(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    nothing: dict[str, Any] = {}
-    monkeypatch.setattr("anabranch.tools.cli.memory.bundled_traces", lambda: nothing)
-    document = json_of(capsys, *ASKED, "--network", NETWORK)
-    assert document["samples_per_s"] == {}
-    told = "no throughput: anabranch brings no trace of resnet50; record one, and give it by --trace"
-    assert told in document["assumptions"]
 
 
 @pytest.mark.parametrize(
@@ -335,24 +310,6 @@ def test_a_function_that_returns_something_else_is_told(
     assert f"{name}:missing: no function 'missing'" in told and "function(batch, device)" in told
 
 
-def test_recomputing_costs_a_forward(capsys: pytest.CaptureFixture[str]) -> None:
-    asked = [*ASKED, "--network", NETWORK.replace("10gbit", "100gbit")]
-    kept, again = (json_of(capsys, *asked, "--activations", way) for way in ("keep", "recompute"))
-    assert again["samples_per_s"]["ddp"] == kept["samples_per_s"]["ddp"]
-    trace = arguments.trace("resnet50")
-    share = (trace.forward_s + trace.backward_s) / (2 * trace.forward_s + trace.backward_s)
-    assert again["samples_per_s"]["lean"] == pytest.approx(kept["samples_per_s"]["lean"] * share, rel=0.1)
-    assert "lean's forward runs twice" in again["assumptions"]
-
-
-def test_a_trace_of_ones_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    recorded = replace(small_trace(), meta={"batch": 2})
-    save(recorded, tmp_path / "trace.json")
-    document = json_of(capsys, *ASKED, "--network", NETWORK, "--trace", str(tmp_path / "trace.json"))
-    network = network_text.network(NETWORK)
-    assert document["samples_per_s"]["ddp"] == pytest.approx(samples_per_s(recorded, network, "ddp", 4, 0.01))
-
-
 def test_other_ways_to_compress(capsys: pytest.CaptureFixture[str]) -> None:
     document = json_of(capsys, *ASKED, "--compress", "int4", "--compress", "int8", "--network", NETWORK)
     assert list(document["modes"]) == ["ddp", "lean, dense", *modes_of("int4"), "int8", "lean, int8"]
@@ -361,8 +318,6 @@ def test_other_ways_to_compress(capsys: pytest.CaptureFixture[str]) -> None:
         expected = predict(profile, mode, Setting(ranks=4))
         assert row["kinds"] == expected.kinds
     assert document["modes"]["int4"]["kinds"]["residual"] > 0 == document["modes"]["int8"]["kinds"]["residual"]
-    speeds = document["samples_per_s"]
-    assert speeds["int4"] == speeds["lean, int4"] > speeds["int8"] > speeds["ddp"]
     both = json_of(capsys, *ASKED, "--compress", "oktopk", "--compress", "bf16")["modes"]
     assert list(both) == [*DEFAULT_MODES, "bf16", "lean, bf16"]
     assert "--compress is 'fp8': expected oktopk (or oktopk:0.01, oktopk:0.01:bf16), auto, or one of bf16" in error_of(
@@ -377,8 +332,6 @@ def test_auto_needs_the_memory_of_int4(capsys: pytest.CaptureFixture[str]) -> No
     assert list(auto["modes"].values()) == list(int4["modes"].values())
     assert list(auto["largest_batch"].values()) == list(int4["largest_batch"].values())
     assert AUTO_AS in auto["assumptions"] and AUTO_AS not in int4["assumptions"]
-    # as fast as the fastest kind, but for what a smaller error may cost
-    assert auto["samples_per_s"]["auto"] == pytest.approx(int4["samples_per_s"]["int4"], rel=0.02)
 
 
 def test_the_density_and_the_wire_of_oktopk(capsys: pytest.CaptureFixture[str]) -> None:
@@ -390,7 +343,6 @@ def test_the_density_and_the_wire_of_oktopk(capsys: pytest.CaptureFixture[str]) 
         assert row["kinds"] == predict(profile, mode, setting).kinds
     assert plain["density"] == packed["density"] == 0.05
     assert packed["modes"]["oktopk"]["kinds"]["send"] < plain["modes"]["oktopk"]["kinds"]["send"]
-    assert packed["samples_per_s"]["lean"] > plain["samples_per_s"]["lean"]
     assert "Ok-Topk sends values as bf16" in packed["assumptions"]
     twice = error_of(capsys, *asked, "oktopk:0.05", "--compress", "oktopk:bf16")
     assert "--compress is oktopk:0.05 and oktopk:bf16: expected one density and one wire" in twice
@@ -405,7 +357,7 @@ def test_models_that_fsdp2_shards(capsys: pytest.CaptureFixture[str]) -> None:
     profile = probe(images(4), OPTIMIZERS["momentum"])
     for mode in ("fsdp2", "fsdp2:reshard"):
         assert document["modes"][mode]["predicted_nbytes"] == predict(profile, mode, Setting(ranks=4)).nbytes
-        assert document["largest_batch"][mode] > 0 and document["samples_per_s"][mode] > 0
+        assert document["largest_batch"][mode] > 0
     assert any("units of fsdp2 and hsdp" in line for line in document["assumptions"])
     refused = error_of(capsys, *ASKED, "--sharded", "fsdp2:planned")
     assert "--sharded is 'fsdp2:planned': expected one of fsdp2, fsdp2:reshard, hsdp" in refused
@@ -420,7 +372,6 @@ def test_models_that_are_sharded_inside_nodes(capsys: pytest.CaptureFixture[str]
     assert document["modes"]["hsdp"]["predicted_nbytes"] == expected and document["largest_batch"]["hsdp"] > 0
     assert "hsdp: 4 nodes of 4 ranks, each with one copy of the model" in document["assumptions"]
     with_nodes = json_of(capsys, *asked, "--sharded", "hsdp@int4", "--network", "nvlink+25gbe")
-    assert with_nodes["samples_per_s"]["hsdp@int4"] > with_nodes["samples_per_s"]["hsdp"] > 0
     assert with_nodes["modes"]["hsdp@int4"]["kinds"]["residual"] > 0 == with_nodes["modes"]["hsdp"]["kinds"]["residual"]
     assert "hsdp: 2 nodes of 8 ranks, each with one copy of the model" in with_nodes["assumptions"]
     for more in ([], ["--network", NETWORK]):

@@ -3,7 +3,7 @@
 import pytest
 
 from anabranch.tools.lab.cluster import Cluster
-from anabranch.tools.lab.environment import free_port, gpu_environment, host_environment, shared_gpu_environment
+from anabranch.tools.lab.environment import free_port, gpu_environment, rank_environment, shared_gpu_environment
 from anabranch.tools.lab.hosts import Host, local_hosts
 
 HOSTS = [Host(index, f"10.0.0.{index + 1}", "eth0") for index in range(4)]
@@ -12,7 +12,7 @@ HOSTS = [Host(index, f"10.0.0.{index + 1}", "eth0") for index in range(4)]
 def test_one_rank_per_host(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setenv("FROM_OUTSIDE", "kept")
-    found = host_environment(Cluster([1e10] * 4), HOSTS[2], HOSTS[0], 29500, "abc")
+    found = rank_environment(Cluster([1e10] * 4), HOSTS[2], 0, HOSTS[0], 29500, "abc")
     expected = {
         "RANK": "2",
         "WORLD_SIZE": "4",
@@ -36,36 +36,35 @@ def test_one_rank_per_host(monkeypatch: pytest.MonkeyPatch) -> None:
     assert expected.items() <= found.items()
 
 
-def test_several_ranks_are_left_to_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("RANK", "LOCAL_RANK"):
-        monkeypatch.delenv(name, raising=False)
-    found = host_environment(Cluster([1e10] * 4, 2), HOSTS[2], HOSTS[0], 29500, "abc")
-    assert "RANK" not in found and "LOCAL_RANK" not in found
+def test_several_ranks_of_a_host() -> None:
+    found = rank_environment(Cluster([1e10] * 4, 2), HOSTS[2], 1, HOSTS[0], 29500, "abc")
+    expected = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "2"}
+    assert expected.items() <= found.items()
 
 
 def test_the_user_s_threads_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
-    assert host_environment(Cluster([1e9]), HOSTS[0], HOSTS[0], 1, "abc")["OMP_NUM_THREADS"] == "3"
+    assert rank_environment(Cluster([1e9]), HOSTS[0], 0, HOSTS[0], 1, "abc")["OMP_NUM_THREADS"] == "3"
 
 
 def test_the_plan_cache_is_off_unless_the_user_gives_a_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("ANABRANCH_CACHE")
-    assert host_environment(Cluster([1e9]), HOSTS[0], HOSTS[0], 1, "abc")["ANABRANCH_CACHE"] == "off"
+    assert rank_environment(Cluster([1e9]), HOSTS[0], 0, HOSTS[0], 1, "abc")["ANABRANCH_CACHE"] == "off"
     monkeypatch.setenv("ANABRANCH_CACHE", "/plans")
-    assert host_environment(Cluster([1e9]), HOSTS[0], HOSTS[0], 1, "abc")["ANABRANCH_CACHE"] == "/plans"
+    assert rank_environment(Cluster([1e9]), HOSTS[0], 0, HOSTS[0], 1, "abc")["ANABRANCH_CACHE"] == "/plans"
 
 
 def test_emulation_says_so() -> None:
     (host,) = local_hosts(1)
-    found = host_environment(Cluster([1e9], alpha_s=1e-4), host, host, free_port(), "abc")
+    found = rank_environment(Cluster([1e9], alpha_s=1e-4), host, 0, host, free_port(), "abc")
     assert found["ANABRANCH_LAB"].endswith("emulated")
-    assert "rate_bit_s=1000000000.0" in found["ANABRANCH_EMULATED"]
+    assert '"rate_bit_s": 1000000000.0' in found["ANABRANCH_EMULATED"]
     assert found["ANABRANCH_NETWORK_NOTE"] == "emulated: 1 host, 1 Gbit/s, 100 µs (delays, not a real network)"
 
 
 def test_real_links_have_no_note(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("ANABRANCH_NETWORK_NOTE", raising=False)
-    assert "ANABRANCH_NETWORK_NOTE" not in host_environment(Cluster([1e9]), HOSTS[0], HOSTS[0], 29500, "x")
+    assert "ANABRANCH_NETWORK_NOTE" not in rank_environment(Cluster([1e9]), HOSTS[0], 0, HOSTS[0], 29500, "x")
 
 
 @pytest.mark.parametrize(
@@ -82,14 +81,24 @@ def test_real_links_have_no_note(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_gpus_are_dealt_out_in_turn(ranks_per_host: int, gpus: list[str], expected: list[str | None]) -> None:
-    dealt = [gpu_environment(host, ranks_per_host, gpus).get("CUDA_VISIBLE_DEVICES") for host in HOSTS]
+    cluster = Cluster([1e9] * 4, ranks_per_host, "nccl")
+    dealt = [gpu_environment(cluster, host, 0, gpus).get("CUDA_VISIBLE_DEVICES") for host in HOSTS]
     assert dealt == expected
 
 
 def test_a_gpu_that_the_user_chose_by_number_is_given_by_its_id(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
-    assert gpu_environment(HOSTS[1], 1, ["GPU-c"]) == {"CUDA_VISIBLE_DEVICES": "GPU-c"}
-    assert gpu_environment(HOSTS[1], 1, []) == {}
+    assert gpu_environment(Cluster([1e9] * 4), HOSTS[1], 0, ["GPU-c"]) == {"CUDA_VISIBLE_DEVICES": "GPU-c"}
+    assert gpu_environment(Cluster([1e9] * 4), HOSTS[1], 0, []) == {}
+
+
+@pytest.mark.parametrize(("gpus", "expected"), [(["a"], ("lab2-1", "0")), (["a", "b"], (None, None))])
+def test_ranks_that_share_a_gpu_look_like_ranks_of_several_hosts(
+    gpus: list[str], expected: tuple[str | None, str | None]
+) -> None:
+    """As NCCL and programs see them, for the second rank of a host."""
+    found = gpu_environment(Cluster([1e9] * 4, 2, "nccl"), HOSTS[2], 1, gpus)
+    assert (found.get("NCCL_HOSTID"), found.get("LOCAL_RANK")) == expected
 
 
 @pytest.mark.parametrize(("ranks", "queues"), [(2, "8"), (12, "8"), (16, "6"), (64, "2")])
@@ -105,11 +114,11 @@ def test_ranks_on_one_gpu_have_the_queues_of_a_gpu_of_their_own(
 
 def test_programs_learn_backend_and_slowest_rate() -> None:
     cluster = Cluster([1e10, 1e9, None])
-    told = host_environment(cluster, HOSTS[0], HOSTS[0], 29500, "x")
+    told = rank_environment(cluster, HOSTS[0], 0, HOSTS[0], 29500, "x")
     assert told["ANABRANCH_LAB_BACKEND"] == "gloo" and told["ANABRANCH_LAB_BIT_S"] == "1000000000"
-    assert host_environment(Cluster([None]), HOSTS[0], HOSTS[0], 29500, "x")["ANABRANCH_LAB_BIT_S"] == "0"
+    assert rank_environment(Cluster([None]), HOSTS[0], 0, HOSTS[0], 29500, "x")["ANABRANCH_LAB_BIT_S"] == "0"
 
 
 def test_what_another_torchrun_has_said_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
-    assert "TORCHELASTIC_USE_AGENT_STORE" not in host_environment(Cluster([1e9]), HOSTS[0], HOSTS[0], 29500, "x")
+    assert "TORCHELASTIC_USE_AGENT_STORE" not in rank_environment(Cluster([1e9]), HOSTS[0], 0, HOSTS[0], 29500, "x")

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from anabranch.tools.lab.hosts import Host, inside, linked_hosts, local_hosts
+from anabranch.tools.lab.hosts import Host, inside, linked_hosts, local_hosts, netlink_in
 from tools.lab.lab_process import descriptors, needs_namespaces
 
 PORT = 5000
@@ -53,10 +53,8 @@ def seconds_both_ways(one: Host, other: Host, nbytes: int) -> float:
 
 def shaped_mbit_s(host: Host) -> float | None:
     """The rate at which the kernel was told to send from this host."""
-    from pyroute2 import IPRoute
-
     assert host.namespace is not None
-    with inside(host.namespace), IPRoute() as netlink:
+    with netlink_in(host.namespace) as netlink:
         shapers = [one for one in netlink.get_qdiscs() if one.get_attr("TCA_KIND") == "tbf"]
         if not shapers:
             return None

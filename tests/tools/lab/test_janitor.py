@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from anabranch.tools.lab.hosts import inside, new_namespace
-from anabranch.tools.lab.janitor import Janitor, LabResources
+from anabranch.tools.lab.janitor import clean_up, janitor
 from tools.lab.lab_process import alive, lab, needs_namespaces, pids, until
 
 MARK = "ANABRANCH_LAB_ID=test-of-the-janitor"
@@ -35,10 +35,9 @@ def marked() -> "subprocess.Popen[bytes]":
 
 def test_marked_processes_end_and_others_do_not() -> None:
     ours, another = marked(), subprocess.Popen(SLEEP)
-    with Janitor(LabResources(MARK)) as janitor:
+    with janitor(MARK):
         assert ours.poll() is None
-        janitor.finish()
-        assert ours.wait(60) == -signal.SIGKILL
+    assert ours.wait(60) == -signal.SIGKILL
     assert another.poll() is None
     another.kill()
     another.wait(60)
@@ -51,31 +50,31 @@ def test_processes_in_its_namespaces_end_and_others_do_not() -> None:
         inner = subprocess.Popen(SLEEP)
     with inside(theirs):
         another = subprocess.Popen(SLEEP)
-    with Janitor(LabResources(MARK, namespaces=[ours.descriptor])):
+    with janitor(MARK, namespaces=[ours]):
         pass
     assert inner.wait(60) == -signal.SIGKILL
     assert another.poll() is None
     another.kill()
     another.wait(60)
-    ours.close()
-    theirs.close()
+    os.close(ours)
+    os.close(theirs)
 
 
 def test_a_janitor_that_was_killed_is_replaced() -> None:
     ours = marked()
-    with Janitor(LabResources(MARK)) as janitor:
-        janitor.process.kill()
+    with janitor(MARK) as process:
+        process.kill()
     assert ours.wait(60) == -signal.SIGKILL
 
 
 def test_it_survives_signals_that_are_meant_for_the_lab() -> None:
-    with Janitor(LabResources(MARK)) as janitor:
-        until(lambda: "janitor" in Path(f"/proc/{janitor.process.pid}/cmdline").read_text())
-        until(lambda: _ignores(janitor.process.pid, signal.SIGTERM))
+    with janitor(MARK) as process:
+        until(lambda: "janitor" in Path(f"/proc/{process.pid}/cmdline").read_text())
+        until(lambda: _ignores(process.pid, signal.SIGTERM))
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            janitor.process.send_signal(number)
-        assert os.getsid(janitor.process.pid) != os.getsid(0)
-    assert janitor.process.returncode == 0
+            process.send_signal(number)
+        assert os.getsid(process.pid) != os.getsid(0)
+    assert process.returncode == 0
 
 
 def _ignores(pid: int, number: int) -> bool:
@@ -85,7 +84,7 @@ def _ignores(pid: int, number: int) -> bool:
 
 def test_it_never_cleans_its_own_namespace() -> None:
     with Path("/proc/thread-self/ns/net").open() as home, pytest.raises(AssertionError, match="outside"):
-        LabResources(MARK, namespaces=[home.fileno()]).clean_up()
+        clean_up(MARK, "", [home.fileno()])
 
 
 @pytest.mark.parametrize("links", ["real", "emulated"])

@@ -65,18 +65,18 @@ def test_a_kernel_without_the_shaper(monkeypatch: pytest.MonkeyPatch) -> None:
             raise OSError(errno.ENOENT, "No such file or directory")
 
     monkeypatch.setattr(hosts, "shape", without_tbf)
-    words = missing(Cluster([1e9]))
-    assert "tbf" in words and "No such file" in words and "bridge" not in words
+    words = missing(Cluster([None, 1e9]))
+    assert "tbf" in words and "No such file" in words and "CAP_NET_ADMIN" not in words
     preflight.check(Cluster([None]), [])
 
 
 @needs_namespaces
-def test_a_kernel_without_bridges(monkeypatch: pytest.MonkeyPatch) -> None:
-    def without_bridges(*arguments: object) -> None:
-        raise OSError(errno.EOPNOTSUPP, "Operation not supported")
-
-    monkeypatch.setattr(hosts, "_connect_to_switch", without_bridges)
-    assert "bridge and veth" in missing(Cluster([1e9]))
+def test_what_the_kernel_refuses_is_an_error_of_the_system() -> None:
+    """Such as an interface of a kind that it does not know."""
+    with pytest.raises(OSError, match="not supported"), hosts.linked_hosts([None]) as (host,):
+        assert host.namespace is not None
+        with hosts.netlink_in(host.namespace) as netlink:
+            netlink.link("add", ifname="other", kind="no-such-kind")
 
 
 @needs_namespaces

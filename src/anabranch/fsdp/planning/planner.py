@@ -13,7 +13,7 @@ from itertools import accumulate, combinations, pairwise, product
 from math import inf
 from typing import NamedTuple
 
-from anabranch.fsdp.planning.simulator import StepCost, UnitCost, host_order, peak_of, unit_cost, walk
+from anabranch.fsdp.planning.simulator import UnitCost, host_order, peak_of, unit_cost, walk
 from anabranch.fsdp.planning.values import Links, ShardedTrace, ShardingPlan, Unit
 from anabranch.values.errors import PlanError
 
@@ -47,9 +47,10 @@ def plan(
     count = len(trace)
     least = Candidate(tuple(range(count + 1)), (True,) * count, 1)  # as FSDP2's users make them
     kept = Candidate(least.edges, (False,) * count, count)
-    candidates: Iterable[Candidate] = _all(count, memory_nbytes is not None)
-    if _how_many(count, memory_nbytes is not None) > FEW:
-        starts = sorted({least, kept, *_starts(trace, memory_nbytes is not None)}, key=scores.of)
+    bounded = memory_nbytes is not None
+    candidates: Iterable[Candidate] = _all(count, bounded)
+    if (2 * 3 ** (count - 1) * count if bounded else 2 ** (count - 1)) > FEW:
+        starts = sorted({least, kept, *_starts(trace, bounded)}, key=scores.of)
         candidates = [_climbed(start, scores, TRIALS // STARTS) for start in starts[:STARTS]]
     best = min((least, *candidates), key=scores.of)
     if scores.of(best) == NEVER:
@@ -58,7 +59,10 @@ def plan(
             f"memory_nbytes is {memory_nbytes}: a unit per block, each freed after forward, needs {needed} "
             f"({needed / MIB:.0f} MiB) for gathered parameters and gradients; allow as much, or divide blocks"
         )
-    return _plan(trace, scores.slimmed(best))
+    best = scores.slimmed(best)
+    names = [block.name for block in trace.blocks]
+    pieces = zip(pairwise(best.edges), best.reshard, strict=True)
+    return ShardingPlan(tuple(Unit(tuple(names[a:b]), reshard) for (a, b), reshard in pieces), best.prefetch)
 
 
 class _Scores:
@@ -94,9 +98,7 @@ class _Scores:
         peak = peak_of(self.sizes(candidate.edges), actions)
         if self._memory_nbytes is not None and peak > self._memory_nbytes:
             return NEVER
-        trace = self._trace
-        cost = StepCost(self._costs(candidate.edges), trace.before_s, trace.loss_s, trace.update_s)
-        finish = walk(cost, actions, self._links.overlaps)
+        finish = walk(self._costs(candidate.edges), self._trace, actions, self._links.overlaps)
         return float(f"{finish.step_s:.10g}"), peak, len(candidate.reshard)  # rounding is no gain
 
     def _costs(self, edges: Sequence[int]) -> list[UnitCost]:
@@ -107,11 +109,6 @@ class _Scores:
             nbytes, gradient_nbytes, forward_s, backward_s = (total[high] - total[low] for total in self._totals)
             self._units[low, high] = unit_cost(int(nbytes), int(gradient_nbytes), forward_s, backward_s, self._links)
         return self._units[low, high]
-
-
-def _how_many(count: int, bounded: bool) -> int:
-    plans: int = 2 * 3 ** (count - 1) * count if bounded else 2 ** (count - 1)
-    return plans
 
 
 def _all(count: int, bounded: bool) -> Iterator[Candidate]:
@@ -189,9 +186,3 @@ def _neighbours(candidate: Candidate) -> Iterator[Candidate]:
             if low < middle < high:
                 more = (*reshard[:i], reshard[i], *reshard[i:])
                 yield Candidate((*edges[: i + 1], middle, *edges[i + 1 :]), more, prefetch + (prefetch == units))
-
-
-def _plan(trace: ShardedTrace, candidate: Candidate) -> ShardingPlan:
-    names = [block.name for block in trace.blocks]
-    pieces = zip(pairwise(candidate.edges), candidate.reshard, strict=True)
-    return ShardingPlan(tuple(Unit(tuple(names[a:b]), reshard) for (a, b), reshard in pieces), candidate.prefetch)

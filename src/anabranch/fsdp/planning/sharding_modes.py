@@ -1,11 +1,10 @@
 """Modes of sharding a model, by the names that commands use: fsdp2, fsdp2:reshard, fsdp2:planned, hsdp@int8, …"""
 
-import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from anabranch.fsdp.planning.values import ShardingPlan
-from anabranch.values.kinds.names import COMPRESSED, DENSE
+from anabranch.values.kinds.names import COMPRESSED, DENSE, density_of
 
 KEPT, RESHARD, PLANNED = "", "reshard", "planned"
 TITLES: Mapping[str, str] = {
@@ -13,8 +12,6 @@ TITLES: Mapping[str, str] = {
     RESHARD: "a unit per block, freed after forward",
     PLANNED: "planned units",
 }
-
-SPARSE = re.compile(r"oktopk:(0?\.0*[1-9]\d*|1)")  # a share of the elements: above 0, and 1 at most
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +53,7 @@ def sharding_mode(name: str, known: Iterable[str] | None = None) -> ShardingMode
     mode = SHARDING_MODES[plain]
     if not at:
         return mode
-    if not mode.nodes or not (exchange in COMPRESSED or SPARSE.fullmatch(exchange)):
+    if not mode.nodes or not (exchange in COMPRESSED or density_of(exchange)):
         raise ValueError(
             f"--sharded is {name!r}: expected, for another exchange between nodes, hsdp and one of "
             f"{', '.join(COMPRESSED)}, or oktopk with a density, such as hsdp@int8 or hsdp:reshard@oktopk:0.01"

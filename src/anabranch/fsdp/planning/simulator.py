@@ -46,15 +46,6 @@ class UnitCost(NamedTuple):
     average_s: float
 
 
-class StepCost(NamedTuple):
-    """A step in numbers; the last of ``units`` is the rest, so that REST is its index."""
-
-    units: Sequence[UnitCost]
-    before_s: float
-    loss_s: float
-    update_s: float
-
-
 def simulate(trace: ShardedTrace, plan: ShardingPlan, links: Links) -> Timeline:
     """The predicted timeline of one step: computing, messages inside, messages between. Time zero: backward starts."""
     plan.check(trace)
@@ -66,7 +57,7 @@ def simulate(trace: ShardedTrace, plan: ShardingPlan, links: Links) -> Timeline:
             name = what if track == COMPUTE and unit == REST else f"{what} {labels[unit]}"
             spans.append((track, name, start_s, end_s))
 
-    finish = walk(step_cost(trace, plan, links), _actions(plan), links.overlaps, record)
+    finish = walk(_unit_costs(trace, plan, links), trace, _actions(plan), links.overlaps, record)
     if not any(track == COMPUTE for track, *_ in spans):
         spans.append((COMPUTE, "nothing", finish.backward_s, finish.backward_s))
     meta: Meta = {"source": "simulated", "units": len(plan), "peak_nbytes": peak_nbytes(trace, plan)}
@@ -82,7 +73,7 @@ def unit_label(names: Sequence[str]) -> str:
 def step_s(trace: ShardedTrace, plan: ShardingPlan, links: Links) -> float:
     """How long the step takes: ``simulate(...).iteration_s`` without building the timeline."""
     plan.check(trace)
-    return walk(step_cost(trace, plan, links), _actions(plan), links.overlaps).step_s
+    return walk(_unit_costs(trace, plan, links), trace, _actions(plan), links.overlaps).step_s
 
 
 def peak_nbytes(trace: ShardedTrace, plan: ShardingPlan) -> int:
@@ -136,12 +127,16 @@ class Finish(NamedTuple):
 
 
 def walk(
-    cost: StepCost,
+    units: Sequence[UnitCost],
+    trace: ShardedTrace,
     actions: Iterable[Action],
     overlaps: bool = True,
     record: Callable[[str, str, int, float, float], None] | None = None,
 ) -> Finish:
-    """Follow FSDP2's ``actions`` and say when all is done; ``record`` is told track, action, unit, start and end."""
+    """Follow FSDP2's ``actions`` and say when all is done; ``record`` is told track, action, unit, start and end.
+
+    ``units``: the rest last, so that REST is its index. ``trace`` says what is computed outside of them.
+    """
     compute_s = inside_s = between_s = 0.0  # when each track is free
     reduced_s = gate_s = used_s = 0.0  # end of the last reduce-scatter; what gathers wait for; the last "use"
     arrived: dict[int, float] = {}
@@ -153,7 +148,7 @@ def walk(
         return start_s + seconds
 
     for kind, unit in actions:
-        one = cost.units[unit]
+        one = units[unit]
         if not overlaps:  # one thing after another
             compute_s = inside_s = between_s = max(compute_s, inside_s, between_s)
         if kind == "gather":
@@ -166,10 +161,10 @@ def walk(
         elif kind == "use again":
             gate_s = compute_s = max(compute_s, arrived[unit])
         elif kind == "forward":
-            what, seconds = ("before", cost.before_s) if unit == REST else ("forward", one.forward_s)
+            what, seconds = ("before", trace.before_s) if unit == REST else ("forward", one.forward_s)
             compute_s = run(COMPUTE, what, unit, compute_s, seconds)
         elif kind == "loss":
-            compute_s = run(COMPUTE, "loss", unit, compute_s, cost.loss_s)
+            compute_s = run(COMPUTE, "loss", unit, compute_s, trace.loss_s)
             gate_s = used_s
         elif kind == "backward":
             backward_s = compute_s if backward_s is None else backward_s
@@ -181,7 +176,7 @@ def walk(
                 reduced_s = inside_s = run(INSIDE, "reduce", unit, max(inside_s, compute_s), one.reduce_s)
             if one.average_s:
                 between_s = run(BETWEEN, "average", unit, max(between_s, reduced_s), one.average_s)
-    compute_s = run(COMPUTE, "update", REST, max(compute_s, inside_s, between_s), cost.update_s)
+    compute_s = run(COMPUTE, "update", REST, max(compute_s, inside_s, between_s), trace.update_s)
     return Finish(backward_s or 0.0, compute_s)
 
 
@@ -248,10 +243,8 @@ def _sums(trace: ShardedTrace, plan: ShardingPlan) -> list[tuple[int, int, float
     return [*found, (trace.rest_nbytes, trace.rest_gradient_nbytes, 0.0, 0.0)]
 
 
-def step_cost(trace: ShardedTrace, plan: ShardingPlan, links: Links) -> StepCost:
-    """The step in numbers."""
-    units = [unit_cost(*sums, links) for sums in _sums(trace, plan)]
-    return StepCost(units, trace.before_s, trace.loss_s, trace.update_s)
+def _unit_costs(trace: ShardedTrace, plan: ShardingPlan, links: Links) -> list[UnitCost]:
+    return [unit_cost(*sums, links) for sums in _sums(trace, plan)]
 
 
 def unit_cost(nbytes: int, gradient_nbytes: int, forward_s: float, backward_s: float, links: Links) -> UnitCost:

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import ClassVar, Self, TypeVar
 
-from anabranch.values.checks import STRICT, Meta, check_nbytes, check_positive, check_seconds, frozen_meta
+from anabranch.values.checks import STRICT, Meta, check_nbytes, check_seconds, frozen_meta
 from anabranch.values.errors import PlanError
 from anabranch.values.files import (
     VERSION,
@@ -19,7 +19,6 @@ from anabranch.values.files import (
     opened,
     parse_json,
     read_bytes,
-    refused,
     validated,
     write_text,
 )
@@ -95,11 +94,6 @@ class ShardedTrace:
         """A step that never waits."""
         blocks_s = sum(block.forward_s + block.backward_s for block in self.blocks)
         return self.before_s + blocks_s + self.loss_s + self.update_s
-
-    def scaled(self, factor: float) -> Self:
-        """The same model computing ``factor`` times as long (another GPU, another batch size)."""
-        check_positive("factor", factor)
-        return self.with_times(seconds * factor for seconds in self.times)
 
     @property
     def times(self) -> tuple[float, ...]:
@@ -244,22 +238,15 @@ FORMATS: Mapping[type[ShardedTrace] | type[ShardingPlan], str] = {
 
 def load(cls: type[Sharded], path: str | os.PathLike[str]) -> Sharded:
     """The trace or plan in a file; FileError, naming file and field, if it does not hold exactly that."""
-    return loads(cls, read_bytes(Path(path)), str(path))
-
-
-def loads(cls: type[Sharded], text: bytes, where: str) -> Sharded:
-    """The trace or plan in a JSON text; ``where`` names its origin in errors."""
-    _, content = opened(parse_json(text, where), where, (FORMATS[cls],))
+    where = str(path)
+    _, content = opened(parse_json(read_bytes(Path(path)), where), where, (FORMATS[cls],))
     found: Sharded = validated(cls, content, where)
     return found
 
 
 def save(noun: ShardedTrace | ShardingPlan, path: str | os.PathLike[str], force: bool = False) -> None:
     """Write a trace or plan. An existing file is replaced only with ``force``."""
-    try:
-        write_text(dumps(noun), path, force)
-    except UnicodeEncodeError as error:
-        raise refused(str(path), f"a name or text cannot be written as UTF-8: {error}") from error
+    write_text(dumps(noun), path, force)
 
 
 def dumps(noun: ShardedTrace | ShardingPlan) -> str:

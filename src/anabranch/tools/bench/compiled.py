@@ -5,6 +5,7 @@ backend share graphs: DDP would run those of the model alone, which are not cut,
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from time import perf_counter
@@ -14,7 +15,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from anabranch.tools.bench.contestants import DDP_OPTIONS, Contestant, unwrapped
+from anabranch.tools.bench.contestants import DDP_OPTIONS, Contestant
 from anabranch.tools.bench.workload import Workload
 from anabranch.tools.bench.zoo import Step
 from anabranch.tools.report.documents import BASELINE, COMPILED, COMPUTE
@@ -42,16 +43,18 @@ def compiled_name(name: str) -> str:
     return f"{name}{COMPILED}"
 
 
-def compiled_step(step: Step, wrapped: nn.Module, backend: CountingBackend) -> Step:
+def compiled_step(step: Step, wrapped: nn.Module, backend: CountingBackend, cut: bool = True) -> Step:
     """The step, always through this module, compiled; those in which torch compiles are timed.
 
-    The whole step counts: torch traces before it calls the backend, and compiles backward when that first runs.
+    The whole step counts: torch traces before it calls the backend, and compiles backward when that first runs. Without
+    ``cut`` torch cuts no graph of a DDP.
     """
     called = cast(nn.Module, torch.compile(wrapped, backend=backend))
 
     def run(_: nn.Module) -> None:
         before, began_s = backend.graphs, perf_counter()
-        step(called)
+        with nullcontext() if cut else torch._dynamo.config.patch(optimize_ddp=False):
+            step(called)
         if backend.graphs > before:
             backend.steps_s.append(perf_counter() - began_s)
 
@@ -78,16 +81,6 @@ def compiled_references(
     for name in names:
         model, step = workload.build()
         wrapped = model if name == COMPUTE else DistributedDataParallel(model, **DDP_OPTIONS)
-        run = compiled_step(uncut(step) if name == UNCUT else step, wrapped, backends[compiled_name(name)])
-        found.append(Contestant(compiled_name(name), partial(unwrapped, partial(run, wrapped))))
+        run = compiled_step(step, wrapped, backends[compiled_name(name)], cut=name != UNCUT)
+        found.append(Contestant.ready(compiled_name(name), partial(run, wrapped)))
     return found
-
-
-def uncut(step: Step) -> Step:
-    """The step; torch cuts no graph of a DDP that it compiles in it."""
-
-    def run(called: nn.Module) -> None:
-        with torch._dynamo.config.patch(optimize_ddp=False):
-            step(called)
-
-    return run

@@ -1,7 +1,7 @@
 """The contestants of a benchmark: stock DDP with its settings and hooks, and DataParallel with each planner."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -28,7 +28,7 @@ ALL_REDUCE = "one all-reduce"
 POWER_SGD_START = 2  # the first step in which torch allows it to compress
 SETTLE_STEPS = DEFAULT_POLICY.warmup_steps
 PLAN_WARMUP_STEPS = 2 * SETTLE_STEPS + 1  # a given plan is used after SETTLE_STEPS, and needs as many to settle
-NO_MERGING_MIB, ONE_BUCKET_MIB = 1e-6, 1e6  # bucket sizes for DDP
+BUCKETINGS_MIB = {"DDP, no merging": 1e-6, "DDP, one bucket": 1e6}
 # The same for all contestants: it saves a copy, and users who want speed set it.
 DDP_OPTIONS: dict[str, Any] = {"gradient_as_bucket_view": True}
 
@@ -48,12 +48,19 @@ class Contestant:
     predicted_s: float | None = None
     warmup: int = SETTLE_STEPS
 
+    @classmethod
+    def ready(
+        cls, name: str, step: Callable[[], None], plan: Plan | None = None, predicted_s: float | None = None
+    ) -> "Contestant":
+        """One that needs no setting up, because its model is kept between its turns."""
+        return cls(name, lambda: nullcontext(step), plan, predicted_s)
+
 
 def reference_contestants(model: nn.Module, step: Step, device: torch.device) -> list[Contestant]:
     """Computation without communication, and one all-reduce of all gradients without computation."""
     numel = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters()) // 4
     return [
-        Contestant(COMPUTE, lambda: unwrapped(partial(step, model))),
+        Contestant.ready(COMPUTE, partial(step, model)),
         Contestant(ALL_REDUCE, lambda: _one_all_reduce(numel, device)),
     ]
 
@@ -66,19 +73,17 @@ def ddp_contestants(
     def stock(name: str, plan: Plan, **options: Any) -> Contestant:
         return Contestant(name, partial(_ddp, model, step, **options), plan, predicted_s(trace, plan, network))
 
-    def sized(name: str, mib: float) -> Contestant:
-        plan = planners.by_bytes(trace, network, cap_nbytes=max(1, int(mib * MIB)))
-        return stock(name, plan, bucket_cap_mb=mib)
-
+    sizes = {f"DDP, {mib:g} MiB": mib for mib in sizes_mib} | BUCKETINGS_MIB
     found = [
         stock(BASELINE, planners.by_bytes(trace, network)),
-        *(sized(f"DDP, {mib:g} MiB", mib) for mib in sizes_mib),
-        sized("DDP, no merging", NO_MERGING_MIB),
-        sized("DDP, one bucket", ONE_BUCKET_MIB),
-        Contestant("DDP, fp16 hook", partial(_ddp, model, step, hook=_fp16)),
+        *(
+            stock(name, planners.by_bytes(trace, network, cap_nbytes=max(1, int(mib * MIB))), bucket_cap_mb=mib)
+            for name, mib in sizes.items()
+        ),
+        Contestant("DDP, fp16 hook", partial(_ddp, model, step, lambda: (None, default_hooks.fp16_compress_hook))),
     ]
     if nccl:
-        hooked = partial(_ddp, model, step, hook=_power_sgd)
+        hooked = partial(_ddp, model, step, _power_sgd)
         found.append(Contestant("DDP, PowerSGD rank 4", hooked, warmup=POWER_SGD_START + SETTLE_STEPS))
     return found
 
@@ -87,10 +92,6 @@ def planned_contestants(
     model: nn.Module, step: Step, trace: Trace, network: Network, lanes: Sequence[int]
 ) -> list[Contestant]:
     """DataParallel with the plan of each planner, without tuning; planners that make the same plan share an entry."""
-
-    def expected(plan: Plan) -> float:
-        return predicted_s(trace, plan, network)
-
     plans = {name: planner(trace, network) for name, planner in planners.PLANNERS.items() if name != "lanes"}
     plans |= {f"lanes ({count})": planners.lanes(trace, network, lanes=count) for count in lanes if count > 1}
     if "bf16" in network.curves:
@@ -99,18 +100,24 @@ def planned_contestants(
     for name, plan in plans.items():
         distinct[plan] = f"{distinct[plan]} = {name}" if plan in distinct else name
     return [
-        Contestant(f"plan: {name}", partial(_planned, model, step, plan), plan, expected(plan), PLAN_WARMUP_STEPS)
+        Contestant(
+            f"plan: {name}",
+            partial(_planned, model, step, plan),
+            plan,
+            predicted_s(trace, plan, network),
+            PLAN_WARMUP_STEPS,
+        )
         for plan, name in distinct.items()
     ]
 
 
 @contextmanager
 def _ddp(
-    model: nn.Module, step: Step, hook: Callable[[DistributedDataParallel], None] | None = None, **options: Any
+    model: nn.Module, step: Step, hook: Callable[[], tuple[Any, Callable[..., Any]]] | None = None, **options: Any
 ) -> Iterator[Callable[[], None]]:
     wrapped = DistributedDataParallel(model, **DDP_OPTIONS, **options)
     if hook is not None:
-        hook(wrapped)
+        wrapped.register_comm_hook(*hook())
     try:
         yield partial(step, wrapped)
     finally:
@@ -126,30 +133,12 @@ def _planned(model: nn.Module, step: Step, plan: Plan) -> Iterator[Callable[[], 
         wrapped.close()
 
 
-def _fp16(ddp: DistributedDataParallel) -> None:
-    ddp.register_comm_hook(None, default_hooks.fp16_compress_hook)
-
-
-def _power_sgd(ddp: DistributedDataParallel) -> None:
+def _power_sgd() -> tuple[Any, Callable[..., Any]]:
     state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=4, start_powerSGD_iter=POWER_SGD_START)
-    ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
-
-
-@contextmanager
-def unwrapped(step: Callable[[], None]) -> Iterator[Callable[[], None]]:
-    """A step that needs no setting up."""
-    yield step
+    return state, powerSGD_hook.powerSGD_hook
 
 
 @contextmanager
 def _one_all_reduce(numel: int, device: torch.device) -> Iterator[Callable[[], None]]:
     buffer = torch.zeros(numel, device=device)
     yield lambda: dist.all_reduce(buffer)
-
-
-def tuned_contestant(name: str, parallel: DataParallel, step: Step) -> Contestant:
-    """A DataParallel that has finished tuning, on its own model. It is kept between its turns and plans no more."""
-    assert parallel.trace is not None and parallel.network is not None
-    parallel.hold()
-    expected_s = predicted_s(parallel.trace, parallel.plan, parallel.network)
-    return Contestant(name, lambda: unwrapped(partial(step, parallel)), parallel.plan, expected_s)

@@ -1,4 +1,4 @@
-"""Estimates of the time left while a benchmark runs, as single lines: ranks print to pipes, where no bar can move."""
+"""Progress of a benchmark, as single lines: ranks print to pipes, where no bar can move."""
 
 from collections.abc import Callable, Sequence
 from statistics import median
@@ -6,7 +6,6 @@ from time import monotonic
 
 INTERVAL_S = 15.0  # between two lines of a search
 USUAL_TRIALS = 6  # of a search; how many it really needs depends on the predicted gains and on the noise of steps
-FEWEST_STEPS = 3  # that say how long a step takes: the first one may compile the model
 
 Say = Callable[[str], None]
 Clock = Callable[[], float]
@@ -20,28 +19,25 @@ class SearchProgress:
 
     def __init__(self, name: str, trial_steps: int, say: Say, clock: Clock = monotonic) -> None:
         self._name, self._usual, self._say, self._clock = name, USUAL_TRIALS * trial_steps, say, clock
-        self._steps_s: list[float] = []
-        self._last_step_at_s = self._begun_s = self._last_line_at_s = clock()
+        self._begun_s = self._last_line_at_s = clock()
+        self._steps = 0
 
-    def step_done(self) -> None:
-        """Count a step, and say how long the search will still take if the last line is old enough."""
-        now_s = self._clock()
-        self._steps_s.append(now_s - self._last_step_at_s)
-        self._last_step_at_s = now_s
-        if now_s - self._last_line_at_s < INTERVAL_S:
-            return
-        self._last_line_at_s = now_s
-        done = len(self._steps_s)
-        left = f"; {time_left(median(self._steps_s) * (self._usual - done))}" if done >= FEWEST_STEPS else ""
-        if done >= self._usual:
-            left = ", more than usual"
-        self._say(f"{self._name}: choosing, step {done} of about {self._usual}{left}")
+    def step_done(self) -> int:
+        """Count a step, say so if the last line is old enough, and return the count."""
+        self._steps, now_s = self._steps + 1, self._clock()
+        if now_s - self._last_line_at_s >= INTERVAL_S:
+            self._last_line_at_s = now_s
+            took_s = now_s - self._begun_s
+            self._say(f"{self._name}: choosing, {self._steps} of usually {self._usual} steps in {took_s:.0f} s")
+        return self._steps
 
     def chosen(self, step_s: float, compile_s: Sequence[float] = ()) -> None:
         """Say the chosen layout's step, and what the search took; ``compile_s``: the steps in which torch compiled."""
-        took_s, count = self._last_step_at_s - self._begun_s, len(self._steps_s)
+        took_s = self._clock() - self._begun_s
         compiling = f", of which {' + '.join(f'{each_s:.1f}' for each_s in compile_s)} s compiling" if compile_s else ""
-        self._say(f"{self._name}: {step_s * 1e3:.1f} ms a step, chosen in {took_s:.1f} s and {count} steps{compiling}")
+        self._say(
+            f"{self._name}: {step_s * 1e3:.1f} ms a step, chosen in {took_s:.1f} s and {self._steps} steps{compiling}"
+        )
 
 
 class RaceProgress:

@@ -60,13 +60,24 @@ def race_all(
         turns[turn.name].append(turn)
         progress.turn_done(turn.name, turn.seconds)
     nic_counts = nic_counts_all(turns[BASELINE], trace.nbytes)
+    rows = tuple(
+        BenchmarkRow(
+            contestant.name,
+            tuple(turn.seconds for turn in turns[contestant.name]),
+            contestant.predicted_s,
+            buckets=None if contestant.plan is None else len(contestant.plan),
+            lanes=None if contestant.plan is None else contestant.plan.lanes,
+            sent_nbytes=median(turn.sent_nbytes for turn in turns[contestant.name]) if nic_counts else None,
+        )
+        for contestant in contestants
+    )
     references = [turns[name] for name in (COMPUTE, compiled_name(COMPUTE)) if name in turns]
     return Benchmark(
         workload.name,
         workload.batch,
         workload.unit,
         dist.get_world_size(),
-        tuple(_row(contestant, turns[contestant.name], nic_counts) for contestant in contestants),
+        rows,
         _bound_s(trace, min(median(turn.seconds for turn in found) for found in references)),
         explanation="",
         facts=_facts(workload, settings),
@@ -131,30 +142,14 @@ def nic_counts_all(baseline: Sequence[Turn], nbytes: int) -> bool:
 
 
 def _bound_s(trace: Trace, compute_s: float) -> float:
-    """The shortest step that sends every gradient in full: computation, or forward and all bytes at the link's rate."""
-    forward_share = trace.forward_s / (trace.forward_s + trace.backward_s)
-    return max(compute_s, forward_share * compute_s + min_allreduce_s(trace.nbytes, dist.get_world_size()))
+    """The shortest step that sends every gradient in full: computation, or forward and all bytes at the link's rate.
 
-
-def min_allreduce_s(nbytes: int, ranks: int) -> float:
-    """The shortest all-reduce of this many bytes on the lab's slowest link; 0 outside a lab, where no rate is known.
-
-    Every rank must send and receive 2(N−1)/N of the bytes, whatever the algorithm.
+    Every rank must send and receive 2(N−1)/N of the bytes, whatever the algorithm. Outside a lab no rate is known.
     """
     rate_bit_s = float(os.environ.get(LAB_BIT_S) or 0)
-    return nbytes * AlphaBeta("ring", 0.0, 8 / rate_bit_s).line(ranks)[1] if rate_bit_s else 0.0
-
-
-def _row(contestant: Contestant, turns: Sequence[Turn], nic_counts: bool) -> BenchmarkRow:
-    plan = contestant.plan
-    return BenchmarkRow(
-        contestant.name,
-        tuple(turn.seconds for turn in turns),
-        contestant.predicted_s,
-        buckets=len(plan) if plan is not None else None,
-        lanes=plan.lanes if plan is not None else None,
-        sent_nbytes=median(turn.sent_nbytes for turn in turns) if nic_counts else None,
-    )
+    s_per_byte = AlphaBeta("ring", 0.0, 8 / rate_bit_s).line(dist.get_world_size())[1] if rate_bit_s else 0.0
+    forward_share = trace.forward_s / (trace.forward_s + trace.backward_s)
+    return max(compute_s, forward_share * compute_s + trace.nbytes * s_per_byte)
 
 
 def _facts(workload: Workload, settings: RaceSettings) -> dict[str, str]:

@@ -28,10 +28,9 @@ class ReplayedModel(nn.Module):
     def __init__(self, trace: Trace, seed: int = 0) -> None:
         super().__init__()
         self._forward_s = trace.forward_s
-        self._start = _BackwardStart()
-        noise = torch.randn(
-            max(tensor.numel for tensor in trace.tensors), generator=torch.Generator().manual_seed(seed)
-        )
+        self._backward_begun_s = 0.0
+        longest = max(tensor.numel for tensor in trace.tensors)
+        noise = torch.randn(longest, generator=torch.Generator().manual_seed(seed))
         self._layers: list[tuple[nn.Parameter, torch.Tensor, float]] = []
         # Models list their parameters in forward order, and DDP's first buckets go by it.
         for tensor in reversed(trace.tensors):
@@ -52,31 +51,13 @@ class ReplayedModel(nn.Module):
         begun_s = perf_counter()
         carried = torch.zeros(())
         for parameter, gradient, ready_s in self._layers:
-            carried = _Layer.apply(carried, parameter, gradient, ready_s, self._start)  # type: ignore[no-untyped-call]
-        scalar: torch.Tensor = _MarkBackwardStart.apply(carried, self._start)  # type: ignore[no-untyped-call]
+            carried = _Layer.apply(carried, parameter, gradient, ready_s, self)  # type: ignore[no-untyped-call]
+        carried.register_hook(self._begin_backward)
         _sleep_until(begun_s + self._forward_s)
-        return scalar
+        return carried
 
-
-class _BackwardStart:
-    """When the current backward began."""
-
-    begun_s = 0.0
-
-
-class _MarkBackwardStart(torch.autograd.Function):
-    """The identity in forward; in backward, which runs it first, it notes the time."""
-
-    @staticmethod
-    def forward(ctx: Any, carried: torch.Tensor, start: _BackwardStart) -> torch.Tensor:
-        ctx.start = start
-        return carried.clone()
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        ctx.start.begun_s = perf_counter()
-        return gradient, None
+    def _begin_backward(self, _: torch.Tensor) -> None:
+        self._backward_begun_s = perf_counter()
 
 
 class _Layer(torch.autograd.Function):
@@ -89,16 +70,16 @@ class _Layer(torch.autograd.Function):
         parameter: torch.Tensor,  # noqa: ARG004 (autograd sees it: its gradient is made here)
         gradient: torch.Tensor,
         ready_s: float,
-        start: _BackwardStart,
+        model: ReplayedModel,
     ) -> torch.Tensor:
-        ctx.gradient, ctx.ready_s, ctx.start = gradient, ready_s, start
+        ctx.gradient, ctx.ready_s, ctx.model = gradient, ready_s, model
         return carried.clone()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, carried: torch.Tensor) -> tuple[Any, ...]:
         made = ctx.gradient.clone()  # before it sleeps: the recorded time includes making it
-        _sleep_until(ctx.start.begun_s + ctx.ready_s)
+        _sleep_until(ctx.model._backward_begun_s + ctx.ready_s)
         return carried, made, None, None, None
 
 

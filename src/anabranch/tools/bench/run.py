@@ -1,9 +1,9 @@
 """Runs one benchmark: a workload on the ranks of the default process group, from tuning to the finished figures."""
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from functools import partial
 
 import torch.distributed as dist
 from torch import nn
@@ -26,7 +26,6 @@ from anabranch.tools.bench.contestants import (
     ddp_contestants,
     planned_contestants,
     reference_contestants,
-    tuned_contestant,
 )
 from anabranch.tools.bench.progress import Say, SearchProgress
 from anabranch.tools.bench.race import RaceSettings, race_all
@@ -35,6 +34,7 @@ from anabranch.tools.bench.workload import Workload
 from anabranch.tools.bench.zoo import Step
 from anabranch.tools.report.documents import BASELINE, COMPUTE, OURS, Benchmark
 from anabranch.tuning.policy import TuningPolicy
+from anabranch.tuning.predictions import predicted_s
 from anabranch.values.errors import AnabranchError
 from anabranch.values.kinds.names import EVERY_ELEMENT
 from anabranch.values.network import Network
@@ -78,26 +78,42 @@ class Settings(RaceSettings):
                 "measures the network, which the other contestants need"
             )
 
+    @property
+    def parallels(self) -> dict[str, Compress]:
+        """The names of the DataParallels that can race, with their compressions."""
+        return {OURS: None, **{f"{OURS}, {text}": compression(text) for text in self.compress}}
+
     def check_skipped(self) -> None:
         """ValueError if something is to be skipped that does not run, or that others need."""
-        compressed = [_name_of(text) for text in self.compress]
-        twins = [compiled_name(name) for name in (COMPUTE, BASELINE, UNCUT, OURS, *compressed) if self.compiled]
+        ours, *compressed = self.parallels
+        twins = [compiled_name(name) for name in (COMPUTE, BASELINE, UNCUT, ours, *compressed) if self.compiled]
         for name in self.skip:
             if name not in (expected := [*compressed, *twins]):
                 known = ", ".join(map(repr, expected)) or "nothing, without --compress and --compile"
                 raise ValueError(f"--skip is {name!r}: expected {known}")
 
     def wants(self, name: str, always: Collection[str]) -> bool:
-        """Whether to race this contestant: always, or because ``only`` is empty or matches."""
-        return not self.only or name in always or any(part in name for part in self.only)
+        """Whether to race this contestant: not skipped, and always, or because ``only`` is empty or matches."""
+        return name not in self.skip and (not self.only or name in always or any(part in name for part in self.only))
 
 
-class TunedModel(NamedTuple):
-    """A DataParallel that has finished tuning, its step, and the contestant's name."""
+@dataclass(frozen=True, slots=True)
+class TunedModel:
+    """A DataParallel that has finished tuning, with its trace, network and step, and its name as a contestant."""
 
     name: str
+    compress: Compress
     parallel: DataParallel
     step: Step
+    trace: Trace
+    network: Network
+
+    def contestant(self) -> Contestant:
+        """It is kept between its turns and plans no more."""
+        self.parallel.hold()
+        plan = self.parallel.plan
+        expected_s = predicted_s(self.trace, plan, self.network)
+        return Contestant.ready(self.name, partial(self.step, self.parallel), plan, expected_s)
 
 
 # More contestants for a model and its step, given a trace, a network and the plans of compressed DataParallels.
@@ -109,28 +125,21 @@ def run(workload: Workload, settings: Settings, say: Say, more: MoreContestants 
     if dist.get_world_size() == 1:
         raise AnabranchError("there is one rank, so nothing to send and nothing to compare: run at least two")
     say(f"{workload.name}: DataParallel profiles, measures, plans and chooses")
-    kinds: dict[str, Compress] = {text: compression(text) for text in settings.compress}
-    ours = _tuned(workload, settings, OURS, None, say)
-    compressed = {
-        text: _tuned(workload, settings, name, kind, say)
-        for text, kind in kinds.items()
-        if (name := _name_of(text)) not in settings.skip
-    }
+    named = {name: kind for name, kind in settings.parallels.items() if name not in settings.skip}
+    ours, *compressed = (tune(workload, settings, name, kind, say) for name, kind in named.items())
     contestants = _contestants(workload, settings, ours, compressed, more)
     backends: dict[str, CountingBackend] = defaultdict(CountingBackend)
     twins: list[TunedModel] = []
     if settings.compiled:
         start_compiler(workload.device)
-        named: dict[str, Compress] = {OURS: None} | {_name_of(text): kind for text, kind in kinds.items()}
+        named = {name: kind for name, kind in settings.parallels.items() if compiled_name(name) not in settings.skip}
         twins = [
-            _tuned(workload, settings, name, kind, say, backends[compiled_name(name)])
-            for name, kind in named.items()
-            if compiled_name(name) not in settings.skip
+            tune(workload, settings, name, kind, say, backends[compiled_name(name)]) for name, kind in named.items()
         ]
-        contestants += compiled_references(workload, backends, _compiled_reference_names(settings))
-        contestants += [tuned_contestant(*twin) for twin in twins]
-    tuned = [ours, *compressed.values(), *twins]
-    benchmark = race_all(workload, settings, contestants, _trace(ours), say)
+        contestants += compiled_references(workload, backends, compiled_reference_names(settings))
+        contestants += [twin.contestant() for twin in twins]
+    tuned = [ours, *compressed, *twins]
+    benchmark = race_all(workload, settings, contestants, ours.trace, say)
     explanation = "\n\n".join(model.parallel.explain() for model in tuned)
     for model in tuned:
         model.parallel.close()
@@ -140,12 +149,7 @@ def run(workload: Workload, settings: Settings, say: Say, more: MoreContestants 
     return replace(benchmark, rows=rows, explanation=explanation, skipped=skipped)
 
 
-def _name_of(compress: str) -> str:
-    """The name of the DataParallel with this compression."""
-    return f"{OURS}, {compress}"
-
-
-def _tuned(
+def tune(
     workload: Workload,
     settings: Settings,
     name: str,
@@ -164,44 +168,41 @@ def _tuned(
     )
     if backend is not None:
         name, step = compiled_name(name), compiled_step(step, parallel, backend)
-    progress = SearchProgress(f"{workload.name}, {name}", SETTLE_STEPS + settings.profile_steps, say)
-    for _ in range(MAX_TUNING_STEPS):
+    progress = SearchProgress(f"{workload.name}, {name}", SETTLE_STEPS + profile_steps, say)
+    while parallel.timeline is None:  # until it has chosen a layout
         step(parallel)
-        progress.step_done()
-        if parallel.timeline is not None:  # it has chosen a layout
-            if parallel.network is None:  # its search had used up its budget, such as where steps vary by much
-                raise RuntimeError(
-                    "DataParallel has measured no network, which the other contestants need: run it again, on a "
-                    f"quieter machine; {parallel.explain()}"
-                )
-            progress.chosen(parallel.timeline.iteration_s, backend.steps_s if backend is not None else ())
-            for line in parallel.explain().splitlines():  # not lost if the race is ended early
-                if line.startswith("Compiled:"):
-                    say(f"{workload.name}, {name}: {line}")
-            return TunedModel(name, parallel, step)
-    raise RuntimeError(f"DataParallel has not chosen a layout in {MAX_TUNING_STEPS} steps: {parallel.explain()}")
+        if progress.step_done() == MAX_TUNING_STEPS:
+            raise RuntimeError(
+                f"DataParallel has not chosen a layout in {MAX_TUNING_STEPS} steps: {parallel.explain()}"
+            )
+    if parallel.trace is None or parallel.network is None:  # its search has used up its budget: steps vary by much
+        raise RuntimeError(
+            "DataParallel has measured no network, which the other contestants need: run it again, on a quieter "
+            f"machine; {parallel.explain()}"
+        )
+    progress.chosen(parallel.timeline.iteration_s, backend.steps_s if backend is not None else ())
+    for line in parallel.explain().splitlines():  # not lost if the race is ended early
+        if line.startswith("Compiled:"):
+            say(f"{workload.name}, {name}: {line}")
+    return TunedModel(name, compress, parallel, step, parallel.trace, parallel.network)
 
 
 def _contestants(
-    workload: Workload,
-    settings: Settings,
-    ours: TunedModel,
-    compressed: Mapping[str, TunedModel],
-    more: MoreContestants,
+    workload: Workload, settings: Settings, ours: TunedModel, compressed: Sequence[TunedModel], more: MoreContestants
 ) -> list[Contestant]:
     """The contestants that ``settings.only`` admits, and always the compressed ones and the references."""
-    trace, network = _trace(ours), _network(ours, compressed)
+    trace, network = ours.trace, _network(ours, compressed)
     model, step = workload.build()
-    plans = [plan for tuned in compressed.values() if (plan := tuned.parallel.plan) is not None]
+    plans = [plan for tuned in compressed if (plan := tuned.parallel.plan) is not None]
     asked = [
-        *(tuned_contestant(*tuned) for tuned in compressed.values()),
+        *(tuned.contestant() for tuned in compressed),
         *more(model, step, trace, network, plans),
         *(sharded_contestants(workload, settings.sharded) if settings.sharded else ()),
     ]
     found = [
         *reference_contestants(model, step, workload.device),
         *ddp_contestants(model, step, trace, network, settings.sizes_mib, _on_nccl()),
-        tuned_contestant(*ours),
+        ours.contestant(),
         *asked,
         *planned_contestants(model, step, trace, network, settings.lanes),
     ]
@@ -209,26 +210,17 @@ def _contestants(
     return [contestant for contestant in found if settings.wants(contestant.name, always)]
 
 
-def _compiled_reference_names(settings: Settings) -> list[str]:
+def compiled_reference_names(settings: Settings) -> list[str]:
     """The references whose compiled twins also race."""
     always = {compiled_name(COMPUTE), compiled_name(BASELINE)}
-    twins = {name: compiled_name(name) for name in (COMPUTE, BASELINE, UNCUT)}
-    return [name for name, twin in twins.items() if twin not in settings.skip and settings.wants(twin, always)]
+    return [name for name in (COMPUTE, BASELINE, UNCUT) if settings.wants(compiled_name(name), always)]
 
 
-def _trace(ours: TunedModel) -> Trace:
-    assert ours.parallel.trace is not None
-    return ours.parallel.trace
-
-
-def _network(ours: TunedModel, compressed: Mapping[str, TunedModel]) -> Network:
+def _network(ours: TunedModel, compressed: Sequence[TunedModel]) -> Network:
     """The network as DataParallel measured and calibrated it, with the costs of compressed dense collectives."""
-    network = ours.parallel.network
-    assert network is not None
-    for kind, tuned in compressed.items():
-        found = tuned.parallel.network
-        assert found is not None
-        if kind in EVERY_ELEMENT:  # any plan can use it
+    network = ours.network
+    for kind, found in [(tuned.compress, tuned.network) for tuned in compressed]:
+        if isinstance(kind, str) and kind in EVERY_ELEMENT:  # any plan can use it
             curves, delays = {**network.curves, kind: found.curve(kind)}, {**network.delays, kind: found.delay_s(kind)}
             network = replace(network, curves=curves, delays=delays, model=None)
     return network

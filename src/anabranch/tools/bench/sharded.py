@@ -15,7 +15,7 @@ from anabranch.fsdp.replicate import replicate
 from anabranch.fsdp.shard import block_names, shard
 from anabranch.fsdp.trial import FoundSharding, find_sharding
 from anabranch.tools.bench.compress import compression
-from anabranch.tools.bench.contestants import Contestant, unwrapped
+from anabranch.tools.bench.contestants import Contestant
 from anabranch.tools.bench.workload import Workload
 from anabranch.values.errors import AnabranchError
 from anabranch.values.kinds.names import DENSE
@@ -31,7 +31,9 @@ def sharded_contestants(workload: Workload, names: Sequence[str]) -> list[Contes
     modes = [sharding_mode(name) for name in names]
     meshes = {nodes: _mesh(workload, nodes) for nodes in sorted({mode.nodes for mode in modes})}
     found = {
-        (mode.nodes, mode.exchange): _found(workload, mode, meshes[mode.nodes])
+        (mode.nodes, mode.exchange): find_sharding(
+            lambda: workload.build()[0], meshes[mode.nodes], workload.build()[1], compress=_compress(mode)
+        )
         for mode in modes
         if mode.units == PLANNED
     }
@@ -49,12 +51,7 @@ def _contestant(workload: Workload, mode: ShardingMode, mesh: DeviceMesh, found:
         shard(model, mesh["shard"], plan)
         replicate(model, mesh, compress=_compress(mode))
     predicted_s = None if found is None else found.predicted_s(plan)
-    return Contestant(mode.title, partial(unwrapped, partial(step, model)), None, predicted_s)
-
-
-def _found(workload: Workload, mode: ShardingMode, mesh: DeviceMesh) -> FoundSharding:
-    _, step = workload.build()
-    return find_sharding(lambda: workload.build()[0], mesh, step, compress=_compress(mode))
+    return Contestant.ready(mode.title, partial(step, model), None, predicted_s)
 
 
 def _compress(mode: ShardingMode) -> Compress:
@@ -63,22 +60,15 @@ def _compress(mode: ShardingMode) -> Compress:
 
 
 def _mesh(workload: Workload, nodes: bool) -> DeviceMesh:
-    return _nodes(workload) if nodes else init_device_mesh(workload.device.type, (dist.get_world_size(),))
-
-
-def _nodes(workload: Workload) -> DeviceMesh:
-    """Nodes, and the ranks in a node, as the launcher says. Collective."""
+    """All ranks; or nodes, and the ranks in a node, as the launcher says. Collective."""
+    if not nodes:
+        return init_device_mesh(workload.device.type, (dist.get_world_size(),))
     own = os.environ.get(LOCAL_WORLD_SIZE, "1")
     said = [text.decode() for text in from_all_ranks(own.encode(), default_group())]
-    if other := next((rank for rank, text in enumerate(said) if text != said[0]), None):
-        raise AnabranchError(
-            f"hsdp needs as many ranks in every node, and {LOCAL_WORLD_SIZE} is {said[0]} on rank 0 and {said[other]} "
-            f"on rank {other}: start the same number in each"
-        )
     ranks, inside = len(said), int(own) if own.isdecimal() else 0
-    if not 1 < inside < ranks or ranks % inside:
+    if len(set(said)) > 1 or not 1 < inside < ranks or ranks % inside:
         raise AnabranchError(
-            f"hsdp needs several nodes of several ranks, and there are {ranks} ranks, {own} in this node "
-            f"({LOCAL_WORLD_SIZE}): run e.g. anabranch lab --hosts 2 --ranks-per-host 2"
+            "hsdp needs several nodes of several ranks, the same number in each, and the ranks are told "
+            f"{LOCAL_WORLD_SIZE} {', '.join(said)}: run e.g. anabranch lab --hosts 2 --ranks-per-host 2"
         )
     return init_device_mesh(workload.device.type, (ranks // inside, inside), mesh_dim_names=("replicate", "shard"))

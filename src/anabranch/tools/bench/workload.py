@@ -32,20 +32,13 @@ def zoo_workload(text: str, device: torch.device, batch: int | None = None, chan
     ``channels_last``: weights and images are in this memory format, and the workload's name says so.
     """
     name, _, own = text.partition(":")
-    if name not in zoo.MODELS:
-        raise ValueError(f"--model is {name!r}: expected one of {', '.join(zoo.MODELS)}; or replay a trace by --trace")
+    zoo.check_model(name, channels_last)
     if own and not (own.isascii() and own.isdigit() and int(own)):
         raise ValueError(f"--model is {text!r}: expected a batch from 1 on after the colon, such as {name}:8")
-    images = name in zoo.IMAGES
-    if channels_last and not images:
-        raise ValueError(
-            f"--channels-last and --model {text}: a sequence has no channels; give a model of images "
-            f"({', '.join(zoo.IMAGES)}), or leave --channels-last out"
-        )
-    batch = int(own or 0) or batch or (zoo.IMAGES[name] if images else zoo.SEQUENCES[name][0])
+    unit, default_batch = ("img", zoo.IMAGES[name]) if name in zoo.IMAGES else ("seq", zoo.SEQUENCES[name][0])
+    batch = int(own or 0) or batch or default_batch
     label = f"{name}, channels_last" if channels_last else name
-    build = partial(zoo.model_and_step, name, device, None, batch, channels_last)
-    return Workload(label, batch, "img" if images else "seq", device, build)
+    return Workload(label, batch, unit, device, partial(zoo.model_and_step, name, device, None, batch, channels_last))
 
 
 def replay_workload(name: str, trace: Trace, slower: float = 1.0) -> Workload:

@@ -14,14 +14,8 @@ from anabranch.values.extras import require
 
 # Default batch per rank: images, or sequences and their length; the sizes of the literature and of our lab.
 IMAGES = {
-    "googlenet": 64,
-    "resnet50": 64,
-    "resnet152": 64,
-    "densenet161": 32,
-    "densenet201": 32,
-    "inception_v3": 32,
-    "vgg16": 64,
-    "vit_l_16": 32,
+    **dict.fromkeys(("googlenet", "resnet50", "resnet152", "vgg16"), 64),
+    **dict.fromkeys(("densenet161", "densenet201", "inception_v3", "vit_l_16"), 32),
 }
 SEQUENCES = {
     "bert-base": (8, 128),
@@ -31,34 +25,24 @@ SEQUENCES = {
     "llama-134m": (4, 512),
     "qwen2.5-0.5b": (2, 512),
 }
+# Classes of transformers by the first part of a name: what those of the model and of its configuration begin with, and
+# what that of the model ends with.
+FAMILIES = {
+    "gpt2": ("GPT2", "LMHeadModel"),
+    "llama": ("Llama", "ForCausalLM"),
+    "qwen2": ("Qwen2", "ForCausalLM"),
+    "bert": ("Bert", "ForMaskedLM"),
+}
+BLOCKS = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 SIZES: dict[str, dict[str, Any]] = {  # that differ from the defaults of the model's configuration
-    "bert-large": {"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16, "intermediate_size": 4096},
+    "bert-large": dict(zip(BLOCKS, (1024, 4096, 24, 16), strict=True)),
     "gpt2-medium": {"n_embd": 1024, "n_layer": 24, "n_head": 16},
-    "llama-134m": {
-        "hidden_size": 768,
-        "intermediate_size": 2048,
-        "num_hidden_layers": 12,
-        "num_attention_heads": 12,
-        "num_key_value_heads": 12,
-    },
+    "llama-134m": dict(zip((*BLOCKS, "num_key_value_heads"), (768, 2048, 12, 12, 12), strict=True)),
     "qwen2.5-0.5b": {
-        "hidden_size": 896,
-        "intermediate_size": 4864,
-        "num_hidden_layers": 24,
-        "num_attention_heads": 14,
-        "num_key_value_heads": 2,
+        **dict(zip((*BLOCKS, "num_key_value_heads"), (896, 4864, 24, 14, 2), strict=True)),
         "tie_word_embeddings": True,
     },
 }
-
-NO_CACHE = {"use_cache": False}
-LANGUAGE_MODELS: dict[str, tuple[str, str, dict[str, bool]]] = {  # classes of transformers by the first part of a name
-    "gpt2": ("GPT2LMHeadModel", "GPT2Config", NO_CACHE),
-    "llama": ("LlamaForCausalLM", "LlamaConfig", NO_CACHE),
-    "qwen2": ("Qwen2ForCausalLM", "Qwen2Config", NO_CACHE),
-    "bert": ("BertForMaskedLM", "BertConfig", {}),
-}
-
 MODELS = (*IMAGES, *SEQUENCES)
 
 Loss = Callable[[nn.Module], torch.Tensor]
@@ -91,14 +75,20 @@ def model_and_loss(
 
     ``channels_last``: weights and images in this memory format; sequences have no channels.
     """
+    check_model(name, channels_last)
     if name in IMAGES:
         return _image_model(name, device, batch or IMAGES[name], channels_last)
-    if channels_last and name in SEQUENCES:
-        raise ValueError(f"channels_last is for models of images, and {name} takes sequences: leave it out")
-    if name in SEQUENCES:
-        default_batch, length = SEQUENCES[name]
-        return _language_model(name, device, batch or default_batch, length)
-    raise ValueError(f"model is {name!r}: expected one of {', '.join(MODELS)}")
+    default_batch, length = SEQUENCES[name]
+    return _language_model(name, device, batch or default_batch, length)
+
+
+def check_model(name: str, channels_last: bool) -> None:
+    """ValueError if there is no such model, or none in this memory format."""
+    if name not in MODELS:
+        raise ValueError(f"model is {name!r}: expected one of {', '.join(MODELS)}")
+    if channels_last and name not in IMAGES:
+        images = ", ".join(IMAGES)
+        raise ValueError(f"channels_last and {name}: a sequence has no channels; give a model of images ({images})")
 
 
 def build_at(name: str, batch: int) -> Callable[[torch.device], tuple[nn.Module, Loss]]:
@@ -110,13 +100,8 @@ def trace_meta(name: str, half: bool = False, batch: int | None = None) -> dict[
     """The meta of a trace of this model; ``half``: it was recorded with bfloat16 autocast."""
     default_batch, length = SEQUENCES[name] if name in SEQUENCES else (IMAGES[name], None)
     precision = "bf16 autocast, fp32 parameters and gradients" if half else "fp32"
-    meta: dict[str, Scalar] = {
-        "model": name,
-        "batch": batch or default_batch,
-        "precision": precision,
-        "optimizer": "none",
-    }
-    return meta if length is None else {**meta, "sequence_length": length}
+    meta: dict[str, Scalar] = {"model": name, "batch": batch or default_batch, "precision": precision}
+    return meta | {"optimizer": "none"} | ({} if length is None else {"sequence_length": length})
 
 
 def _image_model(name: str, device: torch.device, batch: int, channels_last: bool) -> tuple[nn.Module, Loss]:
@@ -141,9 +126,9 @@ def _image_model(name: str, device: torch.device, batch: int, channels_last: boo
 
 
 def _language_model(name: str, device: torch.device, batch: int, length: int) -> tuple[nn.Module, Loss]:
-    family = next(family for family in LANGUAGE_MODELS if name.startswith(family))
-    model_name, settings_name, options = LANGUAGE_MODELS[family]
-    make, settings = (_imported("transformers", attribute, name) for attribute in (model_name, settings_name))
+    first, last = next(parts for family, parts in FAMILIES.items() if name.startswith(family))
+    make, settings = (_imported("transformers", f"{first}{end}", name) for end in (last, "Config"))
+    options = {} if first == "Bert" else {"use_cache": False}
     with device:  # initialises large models on the GPU, which is fast
         model = make(settings(**SIZES.get(name, {}), **options))
     model = model.to(device).train()

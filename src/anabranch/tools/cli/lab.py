@@ -33,9 +33,7 @@ def lab(
     backend: Annotated[
         Backend, Option(help="With nccl, hosts share this machine's GPUs (through MPS).")
     ] = Backend.GLOO,
-    ranks_per_host: Annotated[
-        int, Option(min=1, help="Ranks on each host; more than one are started by torchrun.")
-    ] = 1,
+    ranks_per_host: Annotated[int, Option(min=1, help="Ranks on each host.")] = 1,
     emulate: EmulateOption = False,
     alpha: Annotated[
         str | None, Option(help=f"Latency of an emulated link, by default {DEFAULT_ALPHA}; only with --emulate.")

@@ -1,6 +1,6 @@
-"""anabranch memory: predicted peak memory of every mode of training, the largest batch that fits, and throughput."""
+"""anabranch memory: predicted peak memory of every mode of training, and the largest batch that fits."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import partial
@@ -15,7 +15,6 @@ from anabranch.tools.cli.options import JsonOption
 from anabranch.tools.cli.output import print_json, show_tables
 from anabranch.tools.cli.user_function import backward_errors, build_at
 from anabranch.tools.network_presets import PRESETS
-from anabranch.values.files import bundled_traces
 from anabranch.values.kinds.names import AUTO, COMPRESSED, DENSE, OKTOPK, Wire, given_density, split_wire
 from anabranch.values.kinds.options import OkTopk
 from anabranch.values.links import TwoLevel
@@ -77,11 +76,8 @@ Within = Annotated[
     str | None,
     Option(metavar="SIZE", help="Find the largest batch that fits in this, and what Lean(within=) chooses: 16GiB."),
 ]
-OfThroughput = Annotated[
-    str | None, Option("--network", metavar="N", help="For throughput, and the nodes of hsdp: a network, as in scale.")
-]
-ThroughputTrace = Annotated[
-    str | None, Option("--trace", metavar="T", help="For throughput: a trace. Default: the bundled one of the model.")
+NodesNetwork = Annotated[
+    str | None, Option("--network", metavar="N", help="For the number of ranks, and the nodes of hsdp: as in scale.")
 ]
 Buckets = Annotated[
     Path | None,
@@ -116,8 +112,7 @@ def memory(
         Precision, Option(help="bf16: under autocast; pure-bf16: weights and state, too.")
     ] = Precision.fp32,
     within: Within = None,
-    network: OfThroughput = None,
-    trace: ThroughputTrace = None,
+    network: NodesNetwork = None,
     plan: Buckets = None,
     clips: Annotated[
         bool, Option("--clip-norm", help="Count averages that Lean(clip_norm=...) holds until backward ends.")
@@ -126,7 +121,7 @@ def memory(
 ) -> None:
     """Predict peak memory by kind of object: for DDP, compressed exchanges and Lean; the largest batch that fits."""
     limit_nbytes = None if within is None else size_nbytes("--within", within)
-    links, shardings = throughput_network(network, ranks), list(dict.fromkeys(sharded or ()))
+    links, shardings = network_of(network, ranks), list(dict.fromkeys(sharded or ()))
     asked = _asked(compress or [OKTOPK])
     from anabranch.planning.memory import Setting
 
@@ -137,13 +132,13 @@ def memory(
     estimator = training.estimator(plan)
     with backward_errors(model):
         footprints = estimator.footprints(batch_size, setting, _modes(asked.exchanges, shardings))
-        batches, assumptions = dict.fromkeys(footprints, batch_size), asked.assumptions + _about(setting, shardings)
+        assumptions = asked.assumptions + _about(setting, shardings)
+        batches: dict[str, int] | None = None
         if limit_nbytes is not None:
             batches = {mode: estimator.largest_batch(mode, setting, limit_nbytes) for mode in footprints}
             chosen, choices = _chosen(training, asked.exchanges, setting, limit_nbytes)
             footprints |= chosen
             assumptions += _limits(batches) + choices
-    speeds, about_speeds = _throughputs(trace or model, links, batches, setting, estimator.activations_of)
     from anabranch.tools.report.documents import MemoryDocument
 
     document = MemoryDocument(
@@ -153,11 +148,10 @@ def memory(
         density=setting.density,
         optimizer=optimizer.value,
         activations=activations.value,
-        assumptions=(*estimator.assumptions, *assumptions, *about_speeds),
+        assumptions=(*estimator.assumptions, *assumptions),
         modes={mode: _mode(footprint) for mode, footprint in footprints.items()},
         within_nbytes=limit_nbytes,
-        largest_batch=batches if limit_nbytes is not None else None,
-        samples_per_s=speeds,
+        largest_batch=batches,
     )
     _show(document, as_json)
 
@@ -274,7 +268,7 @@ def _about(setting: "Setting", sharded: Sequence[str]) -> list[str]:
 def _limits(batches: Mapping[str, int]) -> list[str]:
     """What the search for the largest batches assumes."""
     from anabranch.planning.memory import FRAGMENTATION
-    from anabranch.tools.predict.memory.largest_batch import MAX_BATCH
+    from anabranch.tools.predict.memory.estimator import MAX_BATCH
 
     limits = [f"{FRAGMENTATION:.0%} of the memory is lost between torch's blocks"]
     return [*limits, f"no batch above {MAX_BATCH} was looked at"] if max(batches.values()) == MAX_BATCH else limits
@@ -303,29 +297,7 @@ def _chosen(
     return found, words
 
 
-def _throughputs(
-    name: str,
-    network: "Network | None",
-    batches: Mapping[str, int],
-    setting: "Setting",
-    activations_of: Callable[[str], str],
-) -> tuple[dict[str, float] | None, list[str]]:
-    """Samples per second by mode and what they assume; None without a network, none for a model without a trace."""
-    if network is None:
-        return None, []
-    if name not in bundled_traces() and not Path(name).is_file():
-        return {}, [f"no throughput: anabranch brings no trace of {name}; record one, and give it by --trace"]
-    from anabranch.tools.predict.memory.throughput import ASSUMPTIONS, throughputs
-
-    assumptions = list(ASSUMPTIONS)
-    activations = {mode: activations_of(mode) for mode in batches}
-    if "recompute" in activations.values():
-        assumptions.append("lean's forward runs twice")
-    wire = setting.options.wire
-    return throughputs(arguments.trace(name), network, batches, setting.density, activations, wire), assumptions
-
-
-def throughput_network(text: str | None, ranks: int | None) -> "Network | None":
+def network_of(text: str | None, ranks: int | None) -> "Network | None":
     """The network of --network, with this number of ranks; None if it was not given."""
     if text is None:
         return None

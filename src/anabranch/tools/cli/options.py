@@ -25,6 +25,7 @@ JsonOption = Annotated[
 ]
 ForceOption = Annotated[bool, Option("--force", help="Overwrite output files that are already there.")]
 
+SLOWEST = "all ranks wait for the slowest one: give a trace of that rank by --trace"
 # By verb, what to use instead of an option, or of one of its values, that is gone.
 RETIRED: Mapping[str, Mapping[str, str]] = {
     "bench": {
@@ -40,11 +41,12 @@ RETIRED: Mapping[str, Mapping[str, str]] = {
         "--density": "give the density with the exchange, as in --compress oktopk:0.02",
         "--measure": "train so and read torch.cuda.max_memory_allocated(); for models by name: benchmarks/memory.py",
         "--rate": f"describe the links, as in --network {EXAMPLES['ring']}",
+        "--trace": "anabranch scale --within predicts throughput at the largest batches, from its --trace",
         "--ranks-per-node": "give a network with nodes, as in --network nvlink+25gbe",
     },
     "scale": {
-        "--seed": "each run draws the same jitter; in Python, anabranch.tools.predict takes Compute(seed=...)",
-        "--straggler-factor": "give the factor with the stragglers, as in --stragglers 1x1.5",
+        "--fixed-share": "record a trace at the other batch, and give it by --trace",
+        **dict.fromkeys(("--jitter", "--seed", "--straggler-factor", "--stragglers"), SLOWEST),
     },
 }
 

@@ -1,6 +1,5 @@
 """anabranch scale: the same step at many world sizes, on several networks, as tables, sentences and a plot."""
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from enum import StrEnum
@@ -9,14 +8,13 @@ from typing import TYPE_CHECKING, Annotated, NamedTuple
 from typer import Option
 
 from anabranch.fsdp.planning.sharding_modes import PLANNED, SHARDING_MODES, help_of, sharding_mode
-from anabranch.planning.simulator import MAX_JITTER
 from anabranch.tools.cli import arguments
 from anabranch.tools.cli.memory import Optimizer, estimator_of, node_size
 from anabranch.tools.cli.network_text import MAX_RANKS
 from anabranch.tools.cli.options import ForceOption, JsonOption, PlotOption, TraceOption
 from anabranch.tools.cli.output import check_free, check_plot, print_json, progress, show_tables, write_plot
 from anabranch.tools.network_presets import NetworkRange
-from anabranch.tools.predict.scaling import Compute, Scaling, named_planners, strategy_kinds
+from anabranch.tools.predict.scaling import Scaling, named_planners, strategy_kinds
 from anabranch.tools.predict.scaling import scale as predict
 from anabranch.tools.predict.scaling.compression import LEAN
 from anabranch.tools.predict.scaling.prediction import COMPRESS, NETWORKS, PLANNERS, WORLD_SIZES
@@ -26,10 +24,7 @@ from anabranch.values.trace import Trace
 if TYPE_CHECKING:
     from anabranch.planning.memory import Setting
 
-STRAGGLERS = re.compile(r"(\d{1,9})(?:x(\d+\.?\d*|\.\d+))?", re.ASCII)  # 2, or 2x1.5
-STRAGGLER_FACTOR, MAX_STRAGGLER_FACTOR = 2.0, 1e3
 MAX_BATCH = 1 << 30
-MAX_RANKS_WITH_JITTER = 1 << 17  # every rank is drawn: some seconds
 OPTIMIZER = Optimizer.momentum  # whose state --within counts
 DEFAULT_SIZES, DEFAULT_PLANNERS = ",".join(map(str, WORLD_SIZES)), ",".join(PLANNERS)
 
@@ -94,15 +89,6 @@ Within = Annotated[
     str | None,
     Option(metavar="SIZE", help="Every strategy, and Lean, at the largest batch that fits in this: 16GiB."),
 ]
-Stragglers = Annotated[
-    str,
-    Option(
-        metavar="N[xF]",
-        help="How many ranks compute slower than the others, and how many times as long they take: 1x1.5. "
-        f"Default: none; {STRAGGLER_FACTOR:g} times.",
-        show_default=False,
-    ),
-]
 
 
 def scale(
@@ -119,12 +105,7 @@ def scale(
     batch: Annotated[
         int | None, Option(metavar="B", help="Samples per rank (weak) or in all (strong). Default: as recorded.")
     ] = None,
-    fixed_share: Annotated[
-        float, Option(help="Share of the recorded compute time that does not grow with the batch.")
-    ] = 0.0,
     within: Within = None,
-    jitter: Annotated[float, Option(help="Each piece of work takes exp(jitter·z) as long, z standard normal.")] = 0.0,
-    stragglers: Stragglers = "0",
     plot: PlotOption = None,
     force: ForceOption = False,
     as_json: JsonOption = False,
@@ -133,7 +114,6 @@ def scale(
     check_plot(plot)
     check_free([plot], force)
     sizes = _sizes(world_sizes)
-    compute = _compute(fixed_share, jitter, stragglers, sizes[-1])
     recorded = arguments.trace(trace)
     ranges = arguments.network_ranges(network or NETWORKS, spread)
     chosen = _chosen(planners, compress, sharded, batch, within)
@@ -143,7 +123,7 @@ def scale(
     with progress() as on_point:
         found = predict(
             recorded, ranges, sizes, chosen.planners, chosen.compress, sharded=chosen.sharded, scaling=scaling.value,
-            batch=chosen.batch, compute=compute, assumptions=chosen.assumptions, on_point=on_point,
+            batch=chosen.batch, assumptions=chosen.assumptions, on_point=on_point,
         )  # fmt: skip
     found = replace(found, written=str(plot) if plot else None)
     if plot:
@@ -230,24 +210,6 @@ def _fitting(
         for names in (chosen.planners, chosen.compress, chosen.sharded)
     )
     return _Strategies(planners, compress, shardings, fitting.batches, [largest, *fitting.assumptions])
-
-
-def _compute(fixed_share: float, jitter: float, stragglers: str, most_ranks: int) -> Compute:
-    if not 0 <= jitter <= MAX_JITTER:
-        raise ValueError(f"--jitter is {jitter:g}: expected 0 to {MAX_JITTER:g}; 0.05 varies most pieces by about 5 %")
-    parts = STRAGGLERS.fullmatch(stragglers)
-    factor = float(parts[2] or STRAGGLER_FACTOR) if parts else 0.0
-    if parts is None or not 0 < factor <= MAX_STRAGGLER_FACTOR:
-        raise ValueError(
-            f"--stragglers is {stragglers!r}: expected how many, such as 1, or with a factor from above 0 to "
-            f"{MAX_STRAGGLER_FACTOR:g}, such as 1x1.5"
-        )
-    if (jitter or int(parts[1])) and most_ranks > MAX_RANKS_WITH_JITTER:
-        raise ValueError(
-            f"--world-sizes has {most_ranks}: expected {MAX_RANKS_WITH_JITTER} at most with --jitter or --stragglers, "
-            "for which every rank is drawn by itself"
-        )
-    return Compute(fixed_share, jitter, int(parts[1]), factor)
 
 
 def _sizes(text: str) -> list[int]:

@@ -33,9 +33,9 @@ class Cluster:
             raise ValueError(f"the lab has {self.ranks_per_host} ranks per host: expected at least 1")
         for rate in self.rates_bit_s:
             if rate is not None and not self.emulated and not SLOWEST_BIT_S <= rate <= FASTEST_BIT_S:
+                expected = f"{rate_text(SLOWEST_BIT_S)} to {rate_text(FASTEST_BIT_S)}, the range of the kernel's shaper"
                 raise ValueError(
-                    f"a link's rate is {_rate(rate)}: expected {_rate(SLOWEST_BIT_S)} to {_rate(FASTEST_BIT_S)}, the "
-                    "range of the kernel's shaper (tbf); leave a faster link unshaped"
+                    f"a link's rate is {rate_text(rate)}: expected {expected} (tbf); leave a faster link unshaped"
                 )
         if self.emulated and self.backend != "gloo":
             raise ValueError("emulated links support gloo only: drop --emulate or --backend nccl")
@@ -64,14 +64,15 @@ class Cluster:
         hosts = f"{self.hosts} host" + "s" * (self.hosts > 1)
         if self.ranks_per_host > 1:
             hosts += f" of {self.ranks_per_host} ranks"
-        rates = [_rate(rate) for rate in self.rates_bit_s]
+        rates = [rate_text(rate) for rate in self.rates_bit_s]
         links = f"{rates[0]} links" if len(set(rates)) == 1 else f"links of {', '.join(rates)}"
         if self.alpha_s is not None:
             return f"{hosts}, {links}, {self.alpha_s * 1e6:g} us latency, emulated"
         return f"{hosts}, {links}, network namespaces"
 
 
-def _rate(rate_bit_s: float | None) -> str:
+def rate_text(rate_bit_s: float | None) -> str:
+    """Such as "10 Gbit/s"; "unshaped" for None."""
     if rate_bit_s is None:
         return "unshaped"
     return f"{rate_bit_s / GBIT:g} Gbit/s" if rate_bit_s >= GBIT else f"{rate_bit_s / MBIT:g} Mbit/s"

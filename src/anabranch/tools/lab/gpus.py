@@ -5,13 +5,12 @@ A private daemon is started in a folder of its own; no setting of the GPU is cha
 
 import os
 import re
-import shutil
 import subprocess
 import tempfile
 import time
 from pathlib import Path
 
-from anabranch.tools.lab.janitor import MPS_CONTROL, MPS_PIPES, mps_entry
+from anabranch.tools.lab.janitor import MPS_CONTROL, MPS_PIPES, mps_error, mps_pipes
 from anabranch.values.errors import LabError
 
 SMI_TIMEOUT_S = 30.0  # nvidia-smi may have to wake the driver
@@ -20,40 +19,28 @@ _LISTED = re.compile(r"^GPU (\d+):.*\(UUID: (GPU-[0-9a-fA-F-]+)\)", re.MULTILINE
 MPS_LOGS = "CUDA_MPS_LOG_DIRECTORY"
 MPS_QUERY = "get_server_list\n"  # any command would do: only the fact of an answer counts
 MPS_START_S = 30.0
-MPS_ANSWER_S = 10.0
 PAUSE_S = 0.1
 LOG_LINES = 5
 
 
 def available_gpus() -> list[str]:
-    """The GPUs that this process may use, as unique ids where nvidia-smi lists them, else as numbers.
+    """The GPUs that this process may use, as unique ids where nvidia-smi lists them, else as the user names them.
 
     Unique ids, because numbers change their meaning behind an MPS daemon that sees only some of the GPUs.
     """
-    listed = _ids_by_number() or {str(number): str(number) for number in _device_numbers()}
-    allowed = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if allowed is None:
-        return list(listed.values())
-    return [listed.get(name.strip(), name.strip()) for name in allowed.split(",") if name.strip() not in ("", "-1")]
-
-
-def _ids_by_number() -> dict[str, str]:
-    if shutil.which("nvidia-smi") is None:
-        return {}
     try:
         done = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=SMI_TIMEOUT_S, check=False)
-    except subprocess.TimeoutExpired:
-        return {}
-    return dict(_LISTED.findall(done.stdout))
-
-
-def _device_numbers() -> list[int]:
-    return sorted(int(path.name[6:]) for path in Path("/dev").glob("nvidia[0-9]*") if path.name[6:].isdigit())
+        listed: dict[str, str] = dict(_LISTED.findall(done.stdout))
+    except (OSError, subprocess.TimeoutExpired):
+        listed = {}
+    allowed = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = listed if allowed is None else [name.strip() for name in allowed.split(",")]
+    return [listed.get(name, name) for name in names if name not in ("", "-1")]
 
 
 def user_mps_answers() -> bool:
     """Whether the user's own MPS daemon, at CUDA_MPS_PIPE_DIRECTORY, runs and can be used."""
-    return MPS_PIPES in os.environ and _mps_error(os.environ.copy(), text=MPS_QUERY) is None
+    return MPS_PIPES in os.environ and mps_error(os.environ.copy(), text=MPS_QUERY) is None
 
 
 def new_mps_folder() -> str:
@@ -69,42 +56,19 @@ def start_mps(folder: str) -> dict[str, str]:
 
     LabError with the daemon's own message if it does not start.
     """
-    name, _, pipes = mps_entry(folder).partition("=")
-    variables = {name: pipes, MPS_LOGS: str(Path(folder, "log"))}
+    logs = Path(folder, "log")
+    variables = {MPS_PIPES: mps_pipes(folder), MPS_LOGS: str(logs)}
     environment = {**os.environ, **variables}
     deadline = time.monotonic() + MPS_START_S
-    error = _mps_error(environment, "-d")
+    error = mps_error(environment, "-d")
     if error is None:
-        while (error := _mps_error(environment, text=MPS_QUERY)) is not None and time.monotonic() < deadline:
+        while (error := mps_error(environment, text=MPS_QUERY)) is not None and time.monotonic() < deadline:
             time.sleep(PAUSE_S)
     if error is not None:
-        log = Path(folder, "log", "control.log")
-        logged = log.read_text(errors="replace").splitlines()[-LOG_LINES:] if log.exists() else []
+        log = logs / "control.log"
+        logged = log.read_text(errors="replace").splitlines()[-LOG_LINES:] if log.exists() else ["empty"]
         raise LabError(
-            f"{MPS_CONTROL} -d did not start: {error}; its log: {' / '.join(logged) or 'empty'}. "
+            f"{MPS_CONTROL} -d did not start: {error}; its log: {' / '.join(logged)}. "
             "Without MPS the hosts would take turns on the GPU, and measured times would mean nothing"
         )
     return variables
-
-
-def _mps_error(environment: dict[str, str], *options: str, text: str = "") -> str | None:
-    """Run the MPS control program with ``text`` as its input; None on success, else its message or the system's."""
-    # Into a file, not a pipe: the daemon keeps its output open, so a pipe would never end.
-    with tempfile.TemporaryFile("w+", errors="replace") as output:
-        try:
-            done = subprocess.run(
-                [MPS_CONTROL, *options],
-                input=text,
-                env=environment,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                text=True,
-                timeout=MPS_ANSWER_S,
-                check=False,
-            )
-        except (OSError, subprocess.SubprocessError) as error:
-            return str(error)
-        output.seek(0)
-        message = " ".join(output.read().split())
-    failed = done.returncode != 0 or message.lower().startswith("cannot find mps")
-    return f"exit code {done.returncode}: {message or 'no message'}" if failed else None

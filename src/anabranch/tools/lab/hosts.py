@@ -8,14 +8,14 @@ import os
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
-from functools import cache
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from anabranch.values.errors import LabError
 
 CLONE_NEWNET = 0x40000000
-CURRENT = "/proc/thread-self/ns/net"
+CURRENT = Path("/proc/thread-self/ns/net")
 INTERFACE = "eth0"
 PREFIX_BITS = 24
 LOOPBACK = 1  # its index in every namespace
@@ -29,77 +29,66 @@ LINKS_UP_S = 10.0
 PAUSE_S = 0.005
 
 
-@dataclass(frozen=True)
-class Namespace:
-    """A network namespace; it exists as long as this process holds its descriptor or any process runs in it.
+def new_namespace() -> int:
+    """A descriptor of a new, empty network namespace, which the calling thread does not enter; OSError if not allowed.
 
-    Its inode identifies it among all namespaces of the machine.
+    The namespace, and everything in it, exists as long as the descriptor is open or any process runs in it.
     """
-
-    descriptor: int = field(repr=False)
-    inode: int
-
-    def close(self) -> None:
-        """Close the descriptor; the kernel removes the namespace, and everything in it, with its last process."""
-        os.close(self.descriptor)
-
-
-def new_namespace() -> Namespace:
-    """A new, empty network namespace; the calling thread does not enter it. OSError without permission."""
-    home = current()
-    try:
+    with CURRENT.open() as home:
         _call("unshare", CLONE_NEWNET)
         try:
-            return current()
+            return os.open(CURRENT, os.O_RDONLY)
         finally:
-            _call("setns", home.descriptor, CLONE_NEWNET)
-    finally:
-        home.close()
-
-
-def current() -> Namespace:
-    """The namespace of the calling thread."""
-    descriptor = os.open(CURRENT, os.O_RDONLY | os.O_CLOEXEC)
-    return Namespace(descriptor, os.fstat(descriptor).st_ino)
+            enter(home.fileno())
 
 
 @contextmanager
-def inside(namespace: Namespace) -> Iterator[None]:
+def inside(namespace: int) -> Iterator[None]:
     """A context in which the calling thread, and every socket and process that it creates, is in ``namespace``."""
-    home = current()
-    try:
-        _call("setns", namespace.descriptor, CLONE_NEWNET)
+    with CURRENT.open() as home:
+        enter(namespace)
         try:
             yield
         finally:
-            _call("setns", home.descriptor, CLONE_NEWNET)
-    finally:
-        home.close()
+            enter(home.fileno())
+
+
+def enter(namespace: int) -> None:
+    """Move the calling thread into a network namespace."""
+    _call("setns", namespace, CLONE_NEWNET)
 
 
 def _call(name: str, *arguments: int) -> None:
     # os.unshare and os.setns came with Python 3.12.
-    if getattr(_libc(), name)(*arguments):
+    if getattr(ctypes.CDLL(None, use_errno=True), name)(*arguments):
         error = ctypes.get_errno()
         raise OSError(error, f"{name}: {os.strerror(error)}")
 
 
-@cache
-def _libc() -> ctypes.CDLL:
-    return ctypes.CDLL(None, use_errno=True)
+@contextmanager
+def netlink_in(namespace: int) -> Iterator[Any]:
+    """A netlink socket of this namespace, to configure its interfaces; the kernel's refusals become OSErrors."""
+    from pyroute2 import IPRoute
+    from pyroute2.netlink.exceptions import NetlinkError
+
+    try:
+        with inside(namespace), IPRoute() as netlink:
+            yield netlink
+    except NetlinkError as error:
+        raise OSError(error.code, str(error)) from error
 
 
 @dataclass(frozen=True)
 class Host:
     """One of the lab's machines: the namespace of its ranks, and the address and interface to reach it.
 
-    ``namespace`` is None where the ranks are plain processes of this machine.
+    ``namespace`` is a descriptor; None where the ranks are plain processes of this machine.
     """
 
     index: int
     address: str
     interface: str
-    namespace: Namespace | None = None
+    namespace: int | None = None
 
 
 def local_hosts(count: int) -> list[Host]:
@@ -118,41 +107,34 @@ def linked_hosts(rates_bit_s: Sequence[float | None]) -> Iterator[list[Host]]:
         namespaces = []
         for _ in range(1 + len(rates_bit_s)):
             namespaces.append(new_namespace())
-            held.callback(namespaces[-1].close)
+            held.callback(os.close, namespaces[-1])
         switch, *others = namespaces
         hosts = [Host(index, f"10.201.0.{index + 1}", INTERFACE, namespace) for index, namespace in enumerate(others)]
-        _connect_to_switch(switch, hosts, rates_bit_s)
-        for host, rate in zip(hosts, rates_bit_s, strict=True):
-            _configure_host(host, rate)
+        _connect_to_switch(switch, others, rates_bit_s)
+        for host, namespace, rate in zip(hosts, others, rates_bit_s, strict=True):
+            _configure_host(host, namespace, rate)
         for namespace in namespaces:
             _await_links(namespace)
         yield hosts
 
 
-def _connect_to_switch(switch: Namespace, hosts: Sequence[Host], rates_bit_s: Sequence[float | None]) -> None:
+def _connect_to_switch(switch: int, hosts: Sequence[int], rates_bit_s: Sequence[float | None]) -> None:
     """Create a bridge and a veth pair from it to every host; traffic to a host is shaped here."""
-    from pyroute2 import IPRoute
-
-    with inside(switch), IPRoute() as netlink:  # a socket stays in the namespace where it was opened
+    with netlink_in(switch) as netlink:
         netlink.link("add", ifname="switch", kind="bridge")
         (bridge,) = netlink.link_lookup(ifname="switch")
         netlink.link("set", index=bridge, state="up")
-        for host, rate in zip(hosts, rates_bit_s, strict=True):
-            assert host.namespace is not None
-            port = f"host{host.index}"
-            far_end = {"ifname": host.interface, "net_ns_fd": host.namespace.descriptor}
-            netlink.link("add", ifname=port, kind="veth", peer=far_end)
+        for number, (host, rate) in enumerate(zip(hosts, rates_bit_s, strict=True)):
+            port = f"host{number}"
+            netlink.link("add", ifname=port, kind="veth", peer={"ifname": INTERFACE, "net_ns_fd": host})
             (index,) = netlink.link_lookup(ifname=port)
             netlink.link("set", index=index, master=bridge, state="up")
             shape(netlink, index, rate)
 
 
-def _configure_host(host: Host, rate_bit_s: float | None) -> None:
+def _configure_host(host: Host, namespace: int, rate_bit_s: float | None) -> None:
     """Give one host its address and switch its interfaces on; traffic from it is shaped here."""
-    from pyroute2 import IPRoute
-
-    assert host.namespace is not None
-    with inside(host.namespace), IPRoute() as netlink:
+    with netlink_in(namespace) as netlink:
         netlink.link("set", index=LOOPBACK, state="up")
         (index,) = netlink.link_lookup(ifname=host.interface)
         netlink.addr("add", index=index, address=host.address, prefixlen=PREFIX_BITS)
@@ -160,12 +142,10 @@ def _configure_host(host: Host, rate_bit_s: float | None) -> None:
         shape(netlink, index, rate_bit_s)
 
 
-def _await_links(namespace: Namespace) -> None:
+def _await_links(namespace: int) -> None:
     """Wait until all links are up. Until then the kernel drops packets, and TCP repeats one only after 1 s."""
-    from pyroute2 import IPRoute
-
     deadline = time.monotonic() + LINKS_UP_S
-    with inside(namespace), IPRoute() as netlink:
+    with netlink_in(namespace) as netlink:
         while any(_is_down(link) for link in netlink.get_links()):
             if time.monotonic() > deadline:
                 raise LabError(f"the lab's links are not up after {LINKS_UP_S:g} s: try again")

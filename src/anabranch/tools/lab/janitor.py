@@ -10,103 +10,90 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 MPS_CONTROL = "nvidia-cuda-mps-control"
 MPS_PIPES = "CUDA_MPS_PIPE_DIRECTORY"
 PATIENCE_S = 20.0  # for processes to die after SIGKILL: a driver may have to let go of a GPU
 PAUSE_S = 0.02
+MPS_ANSWER_S = 10.0
 
 
-@dataclass(frozen=True)
-class LabResources:
-    """What belongs to a lab: processes in its namespaces or started with ``mark``, and the daemon in ``mps_folder``.
+@contextmanager
+def janitor(mark: str, mps_folder: str = "", namespaces: Sequence[int] = ()) -> Iterator["subprocess.Popen[bytes]"]:
+    """Cleans up, as ``clean_up`` does, when this context ends, which waits for it, or when this process dies."""
+    process = subprocess.Popen(
+        [sys.executable, "-I", "-S", __file__, mark, mps_folder, *map(str, namespaces)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        pass_fds=tuple(namespaces),
+        cwd="/",
+        start_new_session=True,  # Ctrl-C in the terminal must not reach it
+    )
+    try:
+        yield process
+    finally:
+        process.communicate()  # closes the pipe
+        if process.returncode != 0:  # the janitor itself was killed
+            clean_up(mark, mps_folder, namespaces)
 
-    ``mark`` is an entry of the environment, NAME=value. Namespaces are given by open descriptors: while one is open,
-    the kernel gives its number to no other namespace.
+
+def clean_up(mark: str, mps_folder: str, namespaces: Sequence[int]) -> list[int]:
+    """Kill all processes of a lab and remove its MPS daemon's folder; returns the ids of processes that did not die.
+
+    A lab's processes are in its namespaces, given by open descriptors, or were started with ``mark``, an entry of the
+    environment, NAME=value. While a descriptor is open, the kernel gives its namespace's number to no other namespace.
     """
-
-    mark: str
-    mps_folder: str | None = None
-    namespaces: Sequence[int] = ()
-
-    def clean_up(self) -> list[int]:
-        """Kill all processes and remove the daemon's folder; returns the ids of processes that did not die."""
-        inside = {_identity(os.fstat(descriptor)) for descriptor in self.namespaces}
-        assert _identity(Path("/proc/thread-self/ns/net").stat()) not in inside, "the janitor must be outside"
-        left = _kill_all(lambda pid: _namespace_of(pid) in inside or _has_entry(pid, self.mark))
-        if self.mps_folder is not None:
-            entry = mps_entry(self.mps_folder)
-            _quit_mps(entry)
-            left += _kill_all(lambda pid: _has_entry(pid, entry))
-            shutil.rmtree(self.mps_folder, ignore_errors=True)
-        return left
+    inside = {Path(f"/proc/self/fd/{descriptor}").readlink() for descriptor in namespaces}
+    assert Path("/proc/thread-self/ns/net").readlink() not in inside, "the janitor must be outside"
+    left = _kill_all(mark, inside)
+    if mps_folder:
+        pipes = mps_pipes(mps_folder)
+        mps_error({**os.environ, MPS_PIPES: pipes}, text="quit\n")  # a daemon that does not quit is killed now
+        left += _kill_all(f"{MPS_PIPES}={pipes}")
+        shutil.rmtree(mps_folder, ignore_errors=True)
+    return left
 
 
-class Janitor:
-    """A running janitor, as a context: it cleans up when the context ends, or when this process dies."""
+def mps_pipes(folder: str) -> str:
+    """Where processes find the MPS daemon of this folder."""
+    return f"{folder}/pipe"
 
-    def __init__(self, resources: LabResources) -> None:
-        self.resources = resources
-        read_end, self._write_end = os.pipe()
-        arguments = [resources.mark, resources.mps_folder or "", *map(str, resources.namespaces)]
+
+def mps_error(environment: dict[str, str], *options: str, text: str = "") -> str | None:
+    """Run the MPS control program with ``text`` as its input; None on success, else its message or the system's."""
+    # Into a file, not a pipe: the daemon keeps its output open, so a pipe would never end.
+    with tempfile.TemporaryFile("w+", errors="replace") as output:
         try:
-            self.process = subprocess.Popen(
-                [sys.executable, "-I", "-S", __file__, *arguments],
-                stdin=read_end,
-                stdout=subprocess.DEVNULL,
-                pass_fds=tuple(resources.namespaces),
-                cwd="/",
-                start_new_session=True,  # Ctrl-C in the terminal must not reach it
+            done = subprocess.run(
+                [MPS_CONTROL, *options],
+                input=text,
+                env=environment,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                text=True,
+                timeout=MPS_ANSWER_S,
+                check=False,
             )
-        finally:
-            os.close(read_end)
-
-    def __enter__(self) -> "Janitor":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.finish()
-
-    def finish(self) -> None:
-        """Clean up now and wait for it; a second call does nothing."""
-        if self._write_end >= 0:
-            os.close(self._write_end)
-            self._write_end = -1
-            if self.process.wait() != 0:  # the janitor itself was killed
-                self.resources.clean_up()
+        except (OSError, subprocess.SubprocessError) as error:
+            return str(error)
+        output.seek(0)
+        message = " ".join(output.read().split())
+    failed = done.returncode != 0 or message.lower().startswith("cannot find mps")
+    return f"exit code {done.returncode}: {message or 'no message'}" if failed else None
 
 
-def mps_entry(folder: str) -> str:
-    """The entry of the environment by which processes find the MPS daemon in this folder."""
-    return f"{MPS_PIPES}={folder}/pipe"
-
-
-def _quit_mps(entry: str) -> None:
-    """Ask the daemon to end, as its manual says. One that does not answer is killed afterwards."""
-    name, _, value = entry.partition("=")
-    with suppress(OSError, subprocess.SubprocessError):
-        subprocess.run(
-            [MPS_CONTROL],
-            input=b"quit\n",
-            env={**os.environ, name: value},
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            timeout=PATIENCE_S / 2,
-            check=False,
-        )
-
-
-def _kill_all(belongs: Callable[[int], bool]) -> list[int]:
+def _kill_all(entry: str, namespaces: Collection[Path] = ()) -> list[int]:
     """Kill until two searches in a row find no process, because one may have forked during the first search."""
     deadline = time.monotonic() + PATIENCE_S
     empty_searches = 0
     while empty_searches < 2:
-        found = [pid for pid in _processes() if _kill_if(pid, belongs)]
+        processes = [int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit()]
+        found = [pid for pid in processes if pid != os.getpid() and _kill_if_ours(pid, entry, namespaces)]
         if found and time.monotonic() > deadline:
             return found
         empty_searches = 0 if found else empty_searches + 1
@@ -114,57 +101,44 @@ def _kill_all(belongs: Callable[[int], bool]) -> list[int]:
     return []
 
 
-def _processes() -> list[int]:
-    return [int(name) for name in os.listdir("/proc") if name.isdigit() and int(name) != os.getpid()]  # noqa: PTH208
-
-
-def _kill_if(pid: int, belongs: Callable[[int], bool]) -> bool:
+def _kill_if_ours(pid: int, entry: str, namespaces: Collection[Path]) -> bool:
     """Kill this process if it belongs to the lab; returns whether it does."""
-    if not belongs(pid):
+    try:
+        descriptor = os.pidfd_open(pid)  # stays with one process, while the id may be another's a moment later
+    except OSError:  # it has ended
         return False
-    # The id may be another process's by now. A descriptor stays with one process, so ask again once it is open.
-    with suppress(ProcessLookupError):
-        descriptor = os.pidfd_open(pid)
-        try:
-            if belongs(pid):
+    try:
+        ours = _is_ours(pid, entry, namespaces)
+        if ours:
+            with suppress(ProcessLookupError):
                 signal.pidfd_send_signal(descriptor, signal.SIGKILL)
-        finally:
-            os.close(descriptor)
-    return True
+        return ours
+    finally:
+        os.close(descriptor)
 
 
-def _namespace_of(pid: int) -> tuple[int, int] | None:
-    """The network namespace of a process; None if the process has ended or may not be inspected."""
+def _is_ours(pid: int, entry: str, namespaces: Collection[Path]) -> bool:
+    """Whether it is in one of these namespaces or was started with this entry in its environment; not if it has ended
+    or may not be inspected."""
     try:
-        return _identity(Path(f"/proc/{pid}/ns/net").stat())
-    except OSError:
-        return None
-
-
-def _has_entry(pid: int, entry: str) -> bool:
-    """Whether a process was started with this entry in its environment."""
-    try:
+        if Path(f"/proc/{pid}/ns/net").readlink() in namespaces:
+            return True
         return entry.encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
     except OSError:
         return False
 
 
-def _identity(status: os.stat_result) -> tuple[int, int]:
-    return status.st_dev, status.st_ino
-
-
-def main(arguments: Sequence[str]) -> int:
+def main(mark: str, mps_folder: str, *namespaces: str) -> int:
     """Wait for the lab to end, ignoring signals, then clean up; returns 1 if a process is left."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    mark, mps_folder, *namespaces = arguments
     while os.read(0, 1):
         pass
-    left = LabResources(mark, mps_folder or None, [int(number) for number in namespaces]).clean_up()
+    left = clean_up(mark, mps_folder, [int(number) for number in namespaces])
     if left:
         print(f"anabranch lab: processes {left} of the lab did not end: kill them by hand", file=sys.stderr)
     return 1 if left else 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main(*sys.argv[1:]))

@@ -1,19 +1,16 @@
 """What a lab needs of this machine, checked before anything is started; all problems are reported at once."""
 
-import errno
 import os
 import shutil
 import sys
 
 from anabranch.tools.lab import hosts
 from anabranch.tools.lab.cluster import Cluster
-from anabranch.tools.lab.hosts import linked_hosts
 from anabranch.tools.lab.janitor import MPS_CONTROL
 from anabranch.values.errors import LabError, MissingExtraError
 from anabranch.values.extras import require
 
 EMULATE = "or use --emulate, which needs no privileges and emulates the links inside the ranks"
-PROBE_RATE_BIT_S = 1e9
 
 
 def check(cluster: Cluster, gpus: list[str]) -> None:
@@ -53,47 +50,22 @@ def _network_problems(cluster: Cluster) -> list[str]:
         require("pyroute2", "lab", "anabranch lab")
     except MissingExtraError as error:
         problems.append(f"{error}, {EMULATE}")
-    if problem := _namespace_problem():
-        problems.append(problem)
-    elif not problems:
-        problems += _kernel_problems(shaped=any(rate is not None for rate in cluster.rates_bit_s))
-    return problems
-
-
-def _namespace_problem() -> str | None:
-    try:
-        hosts.new_namespace().close()
+    try:  # one host, which also makes the kernel load its modules; without pyroute2, whether there may be any
+        if problems:
+            os.close(hosts.new_namespace())
+        else:
+            with hosts.linked_hosts([next((rate for rate in cluster.rates_bit_s if rate is not None), None)]):
+                pass
+    except PermissionError as error:
+        user = "root without them" if os.geteuid() == 0 else f"user {os.geteuid()}"
+        needed = f"run as root with CAP_SYS_ADMIN and CAP_NET_ADMIN (this is {user}), {EMULATE}"
+        problems.append(f"no permission to create network namespaces and their interfaces ({error}): {needed}")
     except OSError as error:
-        if error.errno != errno.EPERM:
-            return f"the kernel has no network namespaces ({error.strerror}): use one with CONFIG_NET_NS, {EMULATE}"
-        user = "root lacks CAP_SYS_ADMIN" if os.geteuid() == 0 else f"this is user {os.geteuid()}"
-        return (
-            f"no permission to create network namespaces ({user}): run as root with CAP_SYS_ADMIN and CAP_NET_ADMIN, "
-            f"{EMULATE}"
+        needed = f"modprobe bridge veth sch_tbf, use one with CONFIG_NET_NS, {EMULATE}"
+        problems.append(
+            f"the kernel lacks namespaces, bridge and veth interfaces, or the shaper tbf ({error}): {needed}"
         )
-    return None
-
-
-def _kernel_problems(shaped: bool) -> list[str]:
-    """Try to create a host, which also makes the kernel load its modules."""
-    error = _error_of_one_host(PROBE_RATE_BIT_S if shaped else None)
-    if error is None:
-        return []
-    if "not permitted" in error:
-        return [f"no permission to create network interfaces ({error}): run as root with CAP_NET_ADMIN, {EMULATE}"]
-    if shaped and _error_of_one_host(None) is None:
-        return [f"the kernel lacks the shaper tbf ({error}): modprobe sch_tbf, use --rate unshaped, {EMULATE}"]
-    return [f"the kernel lacks bridge and veth interfaces ({error}): modprobe bridge veth, {EMULATE}"]
-
-
-def _error_of_one_host(rate_bit_s: float | None) -> str | None:
-    from pyroute2.netlink.exceptions import NetlinkError
-
-    try:
-        with linked_hosts([rate_bit_s]):
-            return None
-    except (NetlinkError, OSError) as error:
-        return str(error)
+    return problems
 
 
 def _gpu_problems(cluster: Cluster, gpus: list[str]) -> list[str]:
@@ -101,9 +73,7 @@ def _gpu_problems(cluster: Cluster, gpus: list[str]) -> list[str]:
         return []
     problems = []
     if not gpus:
-        problems.append(
-            "--backend nccl needs an NVIDIA GPU, and neither nvidia-smi nor /dev/nvidia0 shows one: use --backend gloo"
-        )
+        problems.append("--backend nccl needs an NVIDIA GPU, and nvidia-smi lists none: use --backend gloo")
     if shares_gpus(cluster, gpus) and shutil.which(MPS_CONTROL) is None:
         problems.append(
             f"{MPS_CONTROL} is not on PATH (it comes with the NVIDIA driver); without it, ranks take turns on a GPU"

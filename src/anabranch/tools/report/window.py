@@ -1,4 +1,4 @@
-"""Files of ``model.trace_steps`` and ``watch.trace_steps``: some steps of all ranks, on one clock."""
+"""Files of ``model.trace_steps``: some steps of all ranks, on one clock."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -22,14 +22,13 @@ Number = Annotated[int, Field(ge=0, le=1 << 53)]
 
 
 class _Args(BaseModel):
-    """What an event says of itself: the name of a track; a slice's step, gradients, and the ranks that take part."""
+    """What an event says of itself: the name of a track; a slice's step and gradients."""
 
     model_config = ConfigDict(extra="ignore", strict=True, frozen=True)
 
     name: str = ""
     step: Number | None = None
     tensors: list[str] = []
-    ranks: list[Number] = []
 
 
 class _Slice(BaseModel):
@@ -132,13 +131,13 @@ def _clock_error_s(document: Mapping[str, Any]) -> float:
 
 def _waits(slices: Sequence[tuple[str, _Slice]], zero_us: float, error_s: float) -> dict[int, dict[str, Wait]]:
     """What each rank waited for; differences that the clocks' error explains are none."""
-    begun: dict[tuple[str, tuple[int, ...]], dict[int, float]] = {}  # by message, and the ranks that take part
+    begun: dict[str, dict[int, float]] = {}  # by message, then by rank
     for track, event in slices:
         if track != COMPUTE and event.name != EXPOSED:  # of DDP's own buckets, which may be under way meanwhile
             start_s = (event.ts - zero_us) / 1e6
-            begun.setdefault((event.name, tuple(event.args.ranks)), {})[event.pid] = start_s
+            begun.setdefault(event.name, {})[event.pid] = start_s
     found: dict[int, dict[str, Wait]] = {}
-    for (name, _), starts in begun.items():
+    for name, starts in begun.items():
         last = max(starts, key=lambda rank: starts[rank])
         for rank, start_s in starts.items():
             if starts[last] - start_s > error_s:

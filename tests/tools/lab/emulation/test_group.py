@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from anabranch.exchange.groups import timeout_of
-from anabranch.tools.lab.emulation import EmulatedNetwork
+from anabranch.tools.lab.emulation.settings import EmulatedNetwork
 from ranks import GROUP_TIMEOUT, on_ranks
 from tools.lab.emulation.emulated_groups import Group, emulated, real
 

@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 
-from anabranch.tools.lab.emulation import EmulatedNetwork, environment
 from anabranch.tools.lab.emulation.install import install
-from anabranch.tools.lab.emulation.settings import NETWORK_VARIABLE
+from anabranch.tools.lab.emulation.settings import NETWORK_VARIABLE, EmulatedNetwork, environment
 
 
 def python(code: str, variables: dict[str, str], *options: str) -> subprocess.CompletedProcess[str]:
@@ -48,14 +47,14 @@ def test_a_program_without_torch_stays_without_it() -> None:
 
 def test_the_module_keeps_its_own_loader_and_only_one_function_of_it_is_replaced() -> None:
     code = (
-        "import inspect, sys, torch.distributed.distributed_c10d as c;"
+        "import inspect, pathlib, sys, torch.distributed.distributed_c10d as c;"
         "print(type(c.__loader__).__name__, type(c.__spec__.loader).__name__,"
-        " type(c._new_process_group_helper).__name__,"
+        " pathlib.Path(c._new_process_group_helper.__code__.co_filename).name,"
         " 'def init_process_group' in inspect.getsource(c), c.ProcessGroup.__name__,"
         " [f for f in sys.meta_path if type(f).__module__ == 'sitecustomize'])"
     )
     run = python(code, environment([1e9], 0.0))
-    assert run.stdout.strip() == "SourceFileLoader SourceFileLoader _EmulatingHelper True ProcessGroup []", run.stderr
+    assert run.stdout.strip() == "SourceFileLoader SourceFileLoader install.py True ProcessGroup []", run.stderr
 
 
 def test_a_sitecustomize_that_ours_hides_still_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,16 +6,7 @@ from hypothesis import strategies as st
 from pytest import approx
 
 from anabranch import Bucket, Network, Plan, TensorSpec, Trace, simulate
-from anabranch.tools.lab.emulation.link import (
-    Cost,
-    LinkDirection,
-    Transfer,
-    all_gather,
-    all_reduce,
-    broadcast,
-    gather,
-    point_to_point,
-)
+from anabranch.tools.lab.emulation.link import Cost, LinkDirection, Transfer, cost
 from anabranch.values.links import AlphaBeta
 
 LINK = AlphaBeta("ring", 50e-6, 8e-10)
@@ -25,20 +16,20 @@ MIB = 1 << 20
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 16])
 @pytest.mark.parametrize("nbytes", [0, 4, MIB])
 def test_an_all_reduce_costs_what_the_planners_think(ranks: int, nbytes: int) -> None:
-    cost = all_reduce(LINK, ranks, nbytes)
+    whole = cost("all-reduce", LINK, ranks, nbytes)
     if ranks > 1:
         expected = Network.ring(ranks, LINK.alpha_s, LINK.beta_s_per_byte).allreduce_s(nbytes)
-        assert sum(cost) == approx(expected, rel=1e-12)
-    half = all_gather(LINK, ranks, nbytes)
-    assert [2 * part for part in half] == approx(list(cost), rel=1e-12)
+        assert sum(whole) == approx(expected, rel=1e-12)
+    half = cost("all-gather", LINK, ranks, nbytes)
+    assert [2 * part for part in half] == approx(list(whole), rel=1e-12)
 
 
 def test_the_other_costs() -> None:
     a, b = LINK.alpha_s, LINK.beta_s_per_byte
-    assert broadcast(LINK, 5, 1000) == approx((3 * a, 1000 * b))
-    assert gather(LINK, 5, 1000) == approx((a, 800 * b))
-    assert point_to_point(LINK, 5, 1000) == approx((a, 1000 * b))
-    assert broadcast(LINK, 1, 1000) == gather(LINK, 1, 1000) == Cost(0.0, 0.0)
+    assert cost("broadcast", LINK, 5, 1000) == approx((3 * a, 1000 * b))
+    assert cost("gather", LINK, 5, 1000) == approx((a, 800 * b))
+    assert cost("message", LINK, 5, 1000) == approx((a, 1000 * b))
+    assert cost("broadcast", LINK, 1, 1000) == cost("gather", LINK, 1, 1000) == Cost(0.0, 0.0)
 
 
 class ManualClock:
@@ -116,8 +107,8 @@ def test_the_link_never_exceeds_its_rate_and_never_idles_with_work_to_do(costs: 
         clock.now += max(1e-9, min(seconds))
     assert all(end >= sum(cost) - 1e-6 for cost, end in ends)
     busy_until = 0.0  # with whatever order or shares, as long as it never rests
-    for cost in sorted(costs):
-        busy_until = max(busy_until, cost.start_s) + cost.transfer_s
+    for start_s, transfer_s in sorted(costs):
+        busy_until = max(busy_until, start_s) + transfer_s
     assert max(end for _, end in ends) == approx(busy_until, abs=1e-6)
 
 

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from anabranch import DataParallel
 from anabranch.observe.measure import measure
-from anabranch.tools.lab.emulation import EmulatedNetwork, environment
+from anabranch.tools.lab.emulation.settings import EmulatedNetwork, environment
 from parallel.twins import SCENARIOS, different, plain_train, scattered, sgd, steps
 from ranks import on_ranks
 from tools.lab.emulation.emulated_groups import emulated, real

@@ -1,6 +1,6 @@
 """The largest batch that fits is found with few tries."""
 
-from anabranch.tools.predict.memory.largest_batch import largest_batch
+from anabranch.tools.predict.memory.estimator import largest_batch
 
 
 def test_the_largest_batch_fits_and_the_next_does_not() -> None:

@@ -1,13 +1,10 @@
-"""Predicted peaks of models that FSDP2 shards, by arithmetic, and their throughput."""
+"""Predicted peaks of models that FSDP2 shards, by arithmetic."""
 
 import pytest
 
-from anabranch import Network
 from anabranch.fsdp.planning import Block, ShardedTrace, ShardingPlan, peak_nbytes
 from anabranch.planning.memory import MemoryUse, OptimizerMemory, ReadyGradient, Setting, StepProfile, quantised_nbytes
-from anabranch.tools.predict.memory.throughput import samples_per_s
 from anabranch.tools.predict.memory.training_modes import predict
-from anabranch.values.files import load_bundled_trace
 
 N = 1_000_000
 NO_BLAS = Setting(ranks=4, blas_workspace_nbytes=0)
@@ -112,9 +109,3 @@ def test_the_first_layers_activations_count_although_they_are_of_the_rest() -> N
     assert found.at == "until the gradient of stem.w"
     # Shards of both and of their gradients; the stem, its gradient, and the buffer in which the layer is reduced.
     assert found.nbytes == (4 * N) // 4 + N + N + N + 1000 * N
-
-
-def test_throughput_is_that_of_the_simulated_step() -> None:
-    trace, network = load_bundled_trace("gpt2"), Network.ring(4, 30e-6, 1e-9)
-    kept, freed = (samples_per_s(trace, network, mode, 8, 0.01) for mode in KEPT_AND_FREED)
-    assert 0 < freed < kept

@@ -10,7 +10,7 @@ import pytest
 from anabranch import Network, save
 from anabranch.tools.network_presets import NetworkRange
 from anabranch.tools.predict import scaling
-from anabranch.tools.predict.scaling import Compute, Strategy, scale, strategy_kinds
+from anabranch.tools.predict.scaling import Strategy, scale, strategy_kinds
 from tools.cli.nouns import RING, json_of, measured, small_trace, trace_file
 
 ROUNDED = ["int8", "int4@nodes", "lean:int8", "lean:bf16@nodes", "auto", "lean:auto", "lean:auto:int8"]
@@ -71,7 +71,7 @@ def test_the_example_of_the_documentation_is_true() -> None:
 
 def test_the_command_is_the_python_call(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     argv = ["--trace", trace_file(tmp_path), "--network", "10gbe", "--world-sizes", "4,16", "--planners", "optimal"]
-    found = scale(small_trace(), ["10gbe"], [4, 16], ["optimal"], compute=Compute(straggler_factor=2.0))
+    found = scale(small_trace(), ["10gbe"], [4, 16], ["optimal"])
     assert json_of(capsys, "scale", *argv) == json.loads(json.dumps(asdict(found)))
 
 

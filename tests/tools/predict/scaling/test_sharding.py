@@ -3,10 +3,10 @@
 import pytest
 
 from anabranch import AlphaBeta, Network, TensorSpec, Trace
-from anabranch.fsdp.planning.sharding_modes import SHARDING_MODES
-from anabranch.tools.predict.scaling import Compute, scale
+from anabranch.fsdp.planning.sharding_modes import SHARDING_MODES, sharding_mode
+from anabranch.tools.predict.scaling import scale
 from anabranch.tools.predict.scaling.result import Strategy
-from anabranch.tools.predict.scaling.sharding import Sharding, block_of, sharded_trace
+from anabranch.tools.predict.scaling.sharding import block_of, links_of, sharded_trace
 from anabranch.values.files import load_bundled_trace
 
 RING = AlphaBeta("ring", 1e-6, 1e-10)
@@ -30,12 +30,6 @@ def test_blocks_are_told_from_names_and_times_from_gradients() -> None:
     assert found.compute_s == TRACE.forward_s + TRACE.backward_s
 
 
-def test_blocks_that_are_ready_in_another_order_take_no_more_than_the_whole_backward() -> None:
-    found = sharded_trace(TRACE, ["layers.1", "layers.0"])
-    assert [b.backward_s for b in found.blocks] == [3.0, 7.0]
-    assert found.compute_s == TRACE.forward_s + TRACE.backward_s
-
-
 def test_a_block_ends_with_a_number() -> None:
     cases: list[tuple[str, str]] = [
         ("layer1.0.conv1.weight", "layer1.0"),
@@ -55,12 +49,12 @@ def test_a_trace_without_numbers_is_refused() -> None:
 
 def test_hsdp_sends_inside_nodes_and_through_one_card_between_them() -> None:
     network = Network.two_level(16, 8, RING, AlphaBeta("ring", 1e-5, 1e-9))
-    links = Sharding.named("hsdp").links(network)
+    links = links_of(sharding_mode("hsdp"), network)
     assert links.between is not None and (links.inside.world_size, links.between.world_size) == (8, 2)
     # A shard of an eighth, eight of which pass the card: as long as the whole would alone.
     assert links.average_s(8_000_000) == pytest.approx(2e-5 + 8_000_000 * 1e-9)
-    assert Sharding.named("hsdp").links(network.at(8)).between is None
-    assert Sharding.named("fsdp2").links(network).inside == network
+    assert links_of(sharding_mode("hsdp"), network.at(8)).between is None
+    assert links_of(sharding_mode("fsdp2"), network).inside == network
 
 
 def test_what_cannot_be_is_refused() -> None:
@@ -93,7 +87,7 @@ def test_compressed_exchanges_between_nodes_are_priced() -> None:
     assert sparse < int8 < dense and planned <= int8
     assert len({curves[way][8].iteration_s for way in ways[:3]}) == 1, "one node sends nothing between nodes"
     assert any(line.startswith("hsdp@…") for line in found.assumptions)
-    links = Sharding.named("hsdp@oktopk:0.010").links(Network.two_level(16, 8, RING, RING))
+    links = links_of(sharding_mode("hsdp@oktopk:0.010"), Network.two_level(16, 8, RING, RING))
     assert links.kind == "oktopk:0.01"
 
 
@@ -103,10 +97,3 @@ def test_compressed_exchanges_between_nodes_do_not_count_as_dense() -> None:
     assert [Strategy(name, "sharded").sends for name in names] == sent
     found = scale(load_bundled_trace("gpt2"), ["nvlink+25gbe"], [32], ["by_bytes"], (), sharded=["hsdp", "hsdp@int4"])
     assert "Rounding wins at 32 ranks, most at 32: hsdp@int4" in found.answer[0]
-
-
-def test_jitter_and_stragglers_slow_them_too() -> None:
-    quiet = scale(TRACE, ["25gbe"], [4], ["by_bytes"], (), sharded=["fsdp2"])
-    late = Compute(stragglers=1, straggler_factor=2.0)
-    slow = scale(TRACE, ["25gbe"], [4], ["by_bytes"], (), sharded=["fsdp2"], compute=late)
-    assert slow.points[-1].iteration_s > 1.9 * quiet.points[-1].iteration_s

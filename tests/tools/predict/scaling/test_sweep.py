@@ -9,9 +9,7 @@ from hypothesis import strategies as st
 
 from anabranch import Curve, Network, Plan, TensorSpec, Trace, simulate
 from anabranch import planning as planners
-from anabranch.planning.simulator import slowest_ranks
-from anabranch.tools.predict.scaling.result import ScalePoint
-from anabranch.tools.predict.scaling.sweep import Compute, sweep
+from anabranch.tools.predict.scaling.sweep import sweep
 from shorthand import trace_of
 from strategies import networks, traces
 
@@ -66,44 +64,6 @@ def test_a_network_without_cost_scales_perfectly() -> None:
         assert point.efficiency == pytest.approx(1)
 
 
-def test_planners_see_the_quiet_trace() -> None:
-    seen: list[Trace] = []
-
-    def spy(trace: Trace, network: Network) -> Plan:
-        seen.append(trace)
-        return planners.single(trace, network)
-
-    compute = Compute(jitter=0.2, stragglers=1, straggler_factor=2.0)
-    noisy = list(sweep(TRACE, RING, [8], {"spy": spy}, compute=compute))
-    assert seen == [TRACE]
-    real = slowest_ranks(TRACE, [8], 0.2, 1, 2.0)[8]
-    assert noisy[0].iteration_s == pytest.approx(
-        simulate(real, planners.single(TRACE, RING.at(8)), RING.at(8)).iteration_s
-    )
-
-
-def test_jitter_is_seeded() -> None:
-    def swept(seed: int) -> list[ScalePoint]:
-        return list(sweep(TRACE, RING, [4, 64], CHOSEN, compute=Compute(jitter=0.1, seed=seed)))
-
-    assert swept(1) == swept(1)
-    assert swept(1) != swept(2)
-
-
-def test_without_jitter_a_sweep_is_the_quiet_sweep() -> None:
-    assert list(sweep(TRACE, RING, WORLD, CHOSEN, compute=Compute(seed=9))) == list(sweep(TRACE, RING, WORLD, CHOSEN))
-
-
-def test_a_straggler_costs_everyone() -> None:
-    for factor in [1.5, 3.0]:
-        quiet, slow = (
-            next(iter(sweep(TRACE, RING, [8], {"one": planners.single}, compute=compute)))
-            for compute in (Compute(), Compute(stragglers=1, straggler_factor=factor))
-        )
-        assert slow.iteration_s > quiet.iteration_s
-        assert slow.efficiency < quiet.efficiency
-
-
 @given(traces(max_numel=1 << 10), st.integers(2, 64), networks(), networks())
 def test_a_band_contains_its_middle(trace: Trace, size: int, low: Network, high: Network) -> None:
     around = [low.at(size), high.at(size)] if min(low.world_size, high.world_size) > 1 else []
@@ -123,29 +83,17 @@ def test_a_band_is_the_same_plan_elsewhere() -> None:
 
 def test_a_larger_batch_computes_longer_and_sends_as_much() -> None:
     chosen = {"small": planners.single, "large": planners.single}
-    points = sweep(
-        TRACE, RING, [8], chosen, batches={"large": 3.0}, recorded_batch=10, compute=Compute(fixed_share=0.5)
-    )
-    small, large = points
+    small, large = sweep(TRACE, RING, [8], chosen, batches={"large": 3.0}, recorded_batch=10)
     alone_s = TRACE.forward_s + TRACE.backward_s
-    assert large.iteration_s - large.exposed_s == pytest.approx(2 * alone_s)  # half is fixed, half is tripled
+    assert large.iteration_s - large.exposed_s == pytest.approx(3 * alone_s)
     assert large.exposed_s == pytest.approx(small.exposed_s)
     assert small.samples_per_s == pytest.approx(80 / small.iteration_s)
     assert large.samples_per_s == pytest.approx(240 / large.iteration_s)
     assert large.speedup == pytest.approx(8 * 3 * alone_s / large.iteration_s)
 
 
-def test_strong_scaling_keeps_what_is_fixed() -> None:
-    points = sweep(TRACE, RING, [4], {"one": planners.single}, scaling="strong", compute=Compute(fixed_share=0.2))
-    point = next(iter(points))
-    alone_s = TRACE.forward_s + TRACE.backward_s
-    assert point.iteration_s - point.exposed_s == pytest.approx((0.2 + 0.8 / 4) * alone_s)
-
-
 def test_what_cannot_be_is_refused() -> None:
-    with pytest.raises(ValueError, match="fixed_share is 2"):
-        Compute(fixed_share=2)
-    with pytest.raises(ValueError, match="batch is 0"):
+    with pytest.raises(ValueError, match="factor is 0"):
         list(sweep(TRACE, RING, [4], {"one": planners.single}, batches={"one": 0.0}))
     with pytest.raises(ValueError, match="scaling is 'odd'"):
         list(sweep(TRACE, RING, [4], CHOSEN, scaling="odd"))  # type: ignore[arg-type]

@@ -16,7 +16,7 @@ from datetime import timedelta
 from functools import wraps
 from queue import SimpleQueue
 from threading import Thread, current_thread
-from typing import Any, ClassVar, NoReturn, ParamSpec, TypeVar
+from typing import Any, ClassVar, NoReturn
 from weakref import finalize
 
 import torch
@@ -24,53 +24,26 @@ from torch._compile import _disable_dynamo
 from torch.distributed import ProcessGroup, Work
 from torch.futures import Future
 
-from anabranch.tools.lab.emulation.link import (
-    CostFunction,
-    EmulatedTransfer,
-    Nic,
-    all_gather,
-    all_reduce,
-    broadcast,
-    gather,
-    point_to_point,
-)
+from anabranch.tools.lab.emulation.link import EmulatedTransfer, LinkDirection, cost
 from anabranch.values.links import AlphaBeta
 
 GLOO = ProcessGroup.BackendType.GLOO
-# torch 2.13 gave several a second name; a version's C++ may ask for either.
-COST_FUNCTIONS: Mapping[str, CostFunction] = {
-    "allreduce": all_reduce,
-    "allreduce_coalesced": all_reduce,
-    "allgather": all_gather,
-    "allgather_coalesced": all_gather,
-    "_allgather_base": all_gather,
-    "all_gather_single": all_gather,
-    "allgather_into_tensor_coalesced": all_gather,
-    "all_gather_single_coalesced": all_gather,
-    "reduce_scatter": all_gather,
-    "_reduce_scatter_base": all_gather,
-    "reduce_scatter_single": all_gather,
-    "reduce_scatter_tensor_coalesced": all_gather,
-    "reduce_scatter_single_coalesced": all_gather,
-    "alltoall": all_gather,
-    "alltoall_base": all_gather,
-    "all_to_all_single": all_gather,
-    "broadcast": broadcast,
-    "reduce": broadcast,
-    "barrier": broadcast,
-    "gather": gather,
-    "scatter": gather,
-    "send": point_to_point,
-    "recv": point_to_point,
-    "recv_anysource": point_to_point,
+# By kind of cost. torch 2.13 gave several a second name; a version's C++ may ask for either.
+OPERATIONS: Mapping[str, str] = {
+    "all-reduce": "allreduce allreduce_coalesced",
+    "all-gather": "allgather allgather_coalesced _allgather_base all_gather_single allgather_into_tensor_coalesced "
+    "all_gather_single_coalesced reduce_scatter _reduce_scatter_base reduce_scatter_single "
+    "reduce_scatter_tensor_coalesced reduce_scatter_single_coalesced alltoall alltoall_base all_to_all_single",
+    "broadcast": "broadcast reduce barrier",
+    "gather": "gather scatter",
+    "message": "send recv recv_anysource",
 }
+KINDS = {operation: kind for kind, operations in OPERATIONS.items() for operation in operations.split()}
 NO_TIMEOUT = timedelta(0)  # torch's word for "the group's own timeout"
 JOIN_S = 1.0
-Parameters = ParamSpec("Parameters")
-Result = TypeVar("Result")
 
 
-def hidden_from_compiler(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
+def hidden_from_compiler(function: Callable[..., Any]) -> Callable[..., Any]:
     """Keep torch.compile out of ``function``: the reducer of a compiled DDP calls it from within a compiled frame.
 
     torch's own decorator imports the compiler at the first call. That takes a second, and then functions with
@@ -79,7 +52,7 @@ def hidden_from_compiler(function: Callable[Parameters, Result]) -> Callable[Par
     hidden = _disable_dynamo(function)
 
     @wraps(function)
-    def either(*args: Parameters.args, **options: Parameters.kwargs) -> Result:
+    def either(*args: Any, **options: Any) -> Any:
         return hidden(*args, **options) if "torch._dynamo" in sys.modules else function(*args, **options)
 
     return either
@@ -94,12 +67,11 @@ class FutureCompleter:
 
     def __init__(self) -> None:
         self._queue: SimpleQueue[tuple[EmulatedWork, Any, Future[Any]] | None] = SimpleQueue()
-        self._thread: Thread | None = None
+        self._thread = Thread(target=_complete_all, args=(self._queue,), name="anabranch-emulation", daemon=True)
 
     def complete(self, work: "EmulatedWork", real_future: Any, future: "Future[Any]") -> None:
         """Give ``future`` the result of ``real_future``, or its error, once ``work`` is done."""
-        if self._thread is None:
-            self._thread = Thread(target=_complete_all, args=(self._queue,), name="anabranch-emulation", daemon=True)
+        if self._thread.ident is None:
             self._thread.start()
         self._queue.put((work, real_future, future))
 
@@ -107,7 +79,7 @@ class FutureCompleter:
         """Let the thread end after the futures that it has."""
         self._queue.put(None)
         # The program's end should not meet a thread in mid-work, nor wait for one that waits for a dead rank.
-        if self._thread is not None and self._thread is not current_thread():
+        if self._thread.ident is not None and self._thread is not current_thread():
             self._thread.join(JOIN_S)
 
 
@@ -120,6 +92,11 @@ def _complete_all(jobs: "SimpleQueue[tuple[EmulatedWork, Any, Future[Any]] | Non
         except BaseException as error:
             future.set_exception(error)
         del job, work, real_future, future  # while get() blocks, nothing here may keep a buffer alive
+
+
+def _of_real(name: str) -> Any:
+    """A method of a work that asks the real one."""
+    return lambda work: getattr(work._real, name)()
 
 
 class EmulatedWork(Work):
@@ -146,22 +123,13 @@ class EmulatedWork(Work):
         self.wait()
 
     def is_completed(self) -> bool:
-        return self._real.is_completed() and self._transfer.done
+        return self._real.is_completed() and self._transfer.remaining_s <= 0
 
-    def is_success(self) -> bool:
-        return self._real.is_success()
-
-    def exception(self) -> Any:
-        return self._real.exception()
-
-    def result(self) -> list[torch.Tensor]:
-        return self._real.result()
-
-    def source_rank(self) -> int:
-        return self._real.source_rank()
-
-    def _source_rank(self) -> int:
-        return self._real._source_rank()
+    is_success = _of_real("is_success")
+    exception = _of_real("exception")
+    result = _of_real("result")
+    source_rank = _of_real("source_rank")
+    _source_rank = _of_real("_source_rank")
 
     @hidden_from_compiler
     def get_future(self) -> Any:
@@ -178,10 +146,12 @@ class EmulatedWork(Work):
 class EmulatedGroup(ProcessGroup):
     """A group that passes every operation to a real group with the same backends, and delays its end.
 
-    Operations that are not in ``COST_FUNCTIONS`` carry no data. They reach the backends directly, without delay.
+    Operations that are not in ``KINDS`` carry no data. They reach the backends directly, without delay.
     """
 
-    nic: ClassVar[Nic]
+    link: ClassVar[AlphaBeta]
+    outbound: ClassVar[LinkDirection]  # of the network interface that all groups of a process share
+    inbound: ClassVar[LinkDirection]
     is_cloned_by_torch = True  # every group that torch makes here is emulated
 
     def __init__(self, store: Any, rank: int, size: int) -> None:
@@ -211,11 +181,9 @@ class EmulatedGroup(ProcessGroup):
 
     def split_group(self, *_: Any, **__: Any) -> NoReturn:
         """Refused, because the group that torch would make has no delays."""
-        raise NotImplementedError("split_group is not emulated by anabranch lab --emulate: use new_group")
+        raise NotImplementedError("groups are not split or merged under anabranch lab --emulate: use new_group")
 
-    def merge_remote_group(self, *_: Any, **__: Any) -> NoReturn:
-        """Refused, like ``split_group``."""
-        raise NotImplementedError("merge_remote_group is not emulated by anabranch lab --emulate: use new_group")
+    merge_remote_group = split_group
 
     def _issue(self, operation: str, args: Sequence[Any], options: Mapping[str, Any]) -> Work:
         arguments = [list(_tensors(argument)) for argument in (*args, *options.values())]
@@ -229,21 +197,22 @@ class EmulatedGroup(ProcessGroup):
 
     def _start_transfer(self, operation: str, arguments: Sequence[Sequence[torch.Tensor]]) -> EmulatedTransfer:
         """Start the operation's emulated time; ``arguments`` holds the tensors of each of its arguments."""
-        cost_function = COST_FUNCTIONS[operation]
-        ranks = self.size()
+        kind, ranks = KINDS[operation], self.size()
         sizes = [size for tensors in arguments if (size := sum(map(_nbytes, tensors)))]
         nbytes = max(sizes, default=0)  # of inputs and outputs, the one that is the whole
-        if cost_function is gather:
+        if kind == "gather":
             nbytes = ranks * min(sizes, default=0)  # only the root has the whole
-        elif cost_function is all_reduce and any(tensor.is_sparse for tensors in arguments for tensor in tensors):
-            cost_function, nbytes = all_gather, ranks * nbytes  # Gloo gathers the entries of all ranks
-        return self.nic.start(operation, cost_function(self.nic.link, ranks, nbytes))
+        elif kind == "all-reduce" and any(tensor.is_sparse for tensors in arguments for tensor in tensors):
+            kind, nbytes = "all-gather", ranks * nbytes  # Gloo gathers the entries of all ranks
+        directions = [self.outbound] * (not operation.startswith("recv")) + [self.inbound] * (operation != "send")
+        return EmulatedTransfer(cost(kind, self.link, ranks, nbytes), directions)
 
 
 def emulated_group(link: AlphaBeta) -> type[EmulatedGroup]:
-    """The class of a process's groups, which share one network interface on this kind of link."""
-    operations = {name: _operation(name) for name in COST_FUNCTIONS if hasattr(ProcessGroup, name)}
-    return type("EmulatedProcessGroup", (EmulatedGroup,), {"nic": Nic(link), **operations})
+    """The class of a process's groups, which share one network interface."""
+    operations = {name: _operation(name) for name in KINDS if hasattr(ProcessGroup, name)}
+    interface = {"link": link, "outbound": LinkDirection(), "inbound": LinkDirection()}
+    return type("EmulatedProcessGroup", (EmulatedGroup,), {**interface, **operations})
 
 
 def _operation(name: str) -> Callable[..., Work]:

@@ -1,21 +1,13 @@
 """An emulated link: what an operation costs on it, and how transfers at the same time share it.
 
-The cost of an operation with N ranks, links of latency α and transfer time β, and M bytes:
-
-    all-reduce                                  2(N−1)·α  +  2(N−1)/N·β·M    the ring of ``anabranch.values.links``
-    all-gather, reduce-scatter, all-to-all       (N−1)·α  +   (N−1)/N·β·M    M of the whole; a ring, or pairwise
-    broadcast, reduce                        ⌈log₂ N⌉·α  +           β·M    a tree, long messages in a pipeline
-    gather, scatter                                    α  +   (N−1)/N·β·M    M of the whole; the root's link fills
-    barrier                                  ⌈log₂ N⌉·α                      dissemination
-    send, receive                                      α  +           β·M
-
-Every rank of a group computes the same cost, whatever its role. A group of one rank costs nothing.
+An operation with N ranks, links of latency α and transfer time β, and M bytes costs hops·α + share·β·M (``COSTS``).
+Every rank of a group computes the same cost, whatever its role. A collective of one rank costs nothing.
 
 Transfers in one direction share it evenly and together never exceed its rate; latencies overlap with everything. So k
 equal messages at once each take start + k · transfer: the contention law of ``anabranch.values.network`` with η = 1.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil, inf, log2
 from threading import Lock
@@ -23,6 +15,15 @@ from time import monotonic, sleep
 from typing import NamedTuple
 
 from anabranch.values.links import AlphaBeta
+
+# By the kind of an operation: hops and share of N ranks.
+COSTS: Mapping[str, Callable[[int], tuple[float, float]]] = {
+    "all-reduce": lambda n: (2 * (n - 1), 2 * (n - 1) / n),  # the ring of anabranch.values.links
+    "all-gather": lambda n: (n - 1, (n - 1) / n),  # also reduce-scatter and all-to-all: a ring, or pairwise
+    "broadcast": lambda n: (ceil(log2(n)), n > 1),  # also reduce, and a barrier of no bytes: a tree, in a pipeline
+    "gather": lambda n: (n > 1, (n - 1) / n),  # also scatter: the root's link fills
+    "message": lambda n: (1, 1),  # noqa: ARG005
+}
 
 
 class Cost(NamedTuple):
@@ -32,33 +33,10 @@ class Cost(NamedTuple):
     transfer_s: float
 
 
-CostFunction = Callable[[AlphaBeta, int, int], Cost]  # of the link, the number of ranks and the number of bytes
-
-
-def all_reduce(link: AlphaBeta, ranks: int, nbytes: int) -> Cost:
-    """Cost of an all-reduce of a buffer of ``nbytes``."""
-    start_s, s_per_byte = link.line(ranks)
-    return Cost(start_s, s_per_byte * nbytes)
-
-
-def all_gather(link: AlphaBeta, ranks: int, nbytes: int) -> Cost:
-    """Cost of an all-gather, reduce-scatter or all-to-all: half an all-reduce."""
-    return Cost((ranks - 1) * link.alpha_s, (ranks - 1) / ranks * link.beta_s_per_byte * nbytes)
-
-
-def broadcast(link: AlphaBeta, ranks: int, nbytes: int) -> Cost:
-    """Cost of a broadcast or reduce; with 0 bytes, of a barrier."""
-    return Cost(ceil(log2(ranks)) * link.alpha_s, (ranks > 1) * link.beta_s_per_byte * nbytes)
-
-
-def gather(link: AlphaBeta, ranks: int, nbytes: int) -> Cost:
-    """Cost of a gather or scatter."""
-    return Cost((ranks > 1) * link.alpha_s, (ranks - 1) / ranks * link.beta_s_per_byte * nbytes)
-
-
-def point_to_point(link: AlphaBeta, ranks: int, nbytes: int) -> Cost:  # noqa: ARG001
-    """Cost of one message between two ranks."""
-    return Cost(link.alpha_s, link.beta_s_per_byte * nbytes)
+def cost(kind: str, link: AlphaBeta, ranks: int, nbytes: int) -> Cost:
+    """Cost of an operation; ``nbytes`` of the whole of what is gathered or scattered."""
+    hops, share = COSTS[kind](ranks)
+    return Cost(hops * link.alpha_s, share * link.beta_s_per_byte * nbytes)
 
 
 @dataclass(eq=False, slots=True)
@@ -123,40 +101,18 @@ class LinkDirection:
         self._now = max(self._now, now)
 
 
-class Nic:
-    """The emulated network interface of one process: all its groups share the two directions of one link."""
-
-    def __init__(self, link: AlphaBeta) -> None:
-        self.link = link
-        self._outbound = LinkDirection()
-        self._inbound = LinkDirection()
-
-    def start(self, operation: str, cost: Cost) -> "EmulatedTransfer":
-        """Start an operation now. A send uses one direction, a receive the other, and a collective uses both."""
-        if operation == "send":
-            directions = [self._outbound]
-        elif operation in ("recv", "recv_anysource"):
-            directions = [self._inbound]
-        else:
-            directions = [self._outbound, self._inbound]
-        return EmulatedTransfer(cost, directions)
-
-
 class EmulatedTransfer:
-    """One operation's use of the link, started now; done when it is done in every direction it uses."""
+    """One operation's use of a link, started now; done when it is done in every direction it uses."""
 
     def __init__(self, cost: Cost, directions: Sequence[LinkDirection]) -> None:
         self._transfers = [(direction, direction.start(cost)) for direction in directions]
 
     @property
-    def done(self) -> bool:
-        """Whether its time has passed."""
-        return self._remaining_s() <= 0
+    def remaining_s(self) -> float:
+        """Seconds until it is done, provided that no other message starts before; 0 when it is done."""
+        return max(direction.remaining_s(transfer) for direction, transfer in self._transfers)
 
     def wait(self) -> None:
         """Sleep until it is done. That may take longer than it seemed at first, when other messages start meanwhile."""
-        while (remaining_s := self._remaining_s()) > 0:
+        while (remaining_s := self.remaining_s) > 0:
             sleep(remaining_s)
-
-    def _remaining_s(self) -> float:
-        return max(direction.remaining_s(transfer) for direction, transfer in self._transfers)

@@ -7,14 +7,15 @@ Python, and names that a model's file has imported before.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from functools import partial, wraps
+from contextlib import ExitStack, contextmanager
+from functools import wraps
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import nn
 from torch.nn import functional
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_map_only
 
 Cast = Callable[[torch.Tensor], torch.Tensor]
 
@@ -61,33 +62,20 @@ class CastWeights:
 def autocast_to_bfloat16() -> Iterator[CastWeights]:
     """Cast while it is open, also where backward recomputes; yields the weights that were cast."""
     weights = CastWeights()
-    replaced = [(owner, name, weights.lowered) for owner, names in IN_BFLOAT16.items() for name in names]
-    replaced += [(owner, name, _raised) for owner, names in IN_FLOAT32.items() for name in names]
-    before = [(owner, name, vars(owner).get(name)) for owner, name, _ in replaced]
-    for owner, name, cast in replaced:
-        setattr(owner, name, _casting(getattr(owner, name), cast))
-    try:
+    with ExitStack() as stack:
+        for table, cast in ((IN_BFLOAT16, weights.lowered), (IN_FLOAT32, _raised)):
+            for owner, name in ((owner, name) for owner, names in table.items() for name in names):
+                stack.enter_context(patch.object(owner, name, _casting(getattr(owner, name), cast)))
         yield weights
-    finally:
-        for owner, name, own in before:
-            if own is None:  # inherited
-                delattr(owner, name)
-            else:
-                setattr(owner, name, own)
 
 
 def _casting(function: Callable[..., Any], cast: Cast) -> Callable[..., Any]:
-    leaf = partial(_cast_leaf, cast)
-
     @wraps(function)
     def casting(*args: Any, **kwargs: Any) -> Any:
-        return function(*tree_map(leaf, args), **tree_map(leaf, kwargs))
+        args, kwargs = tree_map_only(torch.Tensor, cast, (args, kwargs))
+        return function(*args, **kwargs)
 
     return casting
-
-
-def _cast_leaf(cast: Cast, leaf: Any) -> Any:
-    return cast(leaf) if isinstance(leaf, torch.Tensor) else leaf
 
 
 def _raised(tensor: torch.Tensor) -> torch.Tensor:

@@ -42,11 +42,8 @@ def largest_batches(
         if (mode, setting) not in largest:
             largest[mode, setting] = estimator.largest_batch(mode, setting, limit_nbytes)
         batches[name] = largest[mode, setting]
-    assumptions = [
-        *(f"memory: {said}" for said in estimator.assumptions),
-        f"memory: {optimizer_name} as the optimizer",
-        f"memory: {FRAGMENTATION:.0%} of it is lost between torch's blocks",
-    ]
+    lost = f"{FRAGMENTATION:.0%} of it is lost between torch's blocks"
+    assumptions = [f"memory: {said}" for said in (*estimator.assumptions, f"{optimizer_name} as the optimizer", lost)]
     if sharded is not None:
         inside = f" in nodes of {sharded.ranks_per_node}" if sharded.ranks_per_node else ""
         assumptions.append(f"memory: of sharded models at {sharded.ranks} ranks{inside}; with more, shards are smaller")

@@ -7,9 +7,10 @@ on real tensors (``device="cpu"``) is the twin in the tests.
 
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
 from torch import nn
@@ -194,8 +195,7 @@ def _record_gradients(model: nn.Module, tracker: StorageTracker, gradients: set[
 # ------------------------------------------------------------------------------- operations that save less on a GPU
 
 
-@contextmanager
-def saving_as_on_gpu() -> Iterator[None]:
+def saving_as_on_gpu() -> AbstractContextManager[Any]:
     """While open, ``torch.nn.functional``'s dropout and attention save what they save on a GPU; on meta tensors only.
 
     Below autograd nothing shows for which device a model is meant. On a GPU, dropout saves a mask of one byte per
@@ -203,15 +203,7 @@ def saving_as_on_gpu() -> Iterator[None]:
     Where several queries share a key (``enable_gqa``), of torch's fused kernels only FlashAttention can be used, which
     knows numbers of 16 bits and no mask: all else is computed step by step, and saves all probabilities on a GPU, too.
     """
-    replaced: dict[str, Any] = {"dropout": _dropout, "scaled_dot_product_attention": _attention}
-    originals = {name: getattr(functional, name) for name in replaced}
-    for name, function in replaced.items():
-        setattr(functional, name, function)
-    try:
-        yield
-    finally:
-        for name, function in originals.items():
-            setattr(functional, name, function)
+    return patch.multiple(functional, dropout=_dropout, scaled_dot_product_attention=_attention)
 
 
 def _dropout(input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:  # noqa: ARG001
@@ -231,30 +223,16 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> torch.Tensor:
-    if enable_gqa and key.shape[-3] != query.shape[-3]:
-        return _grouped_attention(query, key, value, attn_mask, dropout_p, is_causal, scale)
-    mask = attn_mask
-    if mask is not None:
-        mask = torch.where(mask, 0.0, -torch.inf).to(query.dtype) if mask.dtype == torch.bool else mask
-        mask = mask.expand(*query.shape[:-1], key.shape[-2])
-    operation: Any = torch.ops.aten._scaled_dot_product_efficient_attention
-    result: torch.Tensor = operation(query, key, value, mask, True, dropout_p, is_causal, scale=scale)[0]
-    return result
-
-
-def _grouped_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attn_mask: torch.Tensor | None,
-    dropout_p: float,
-    is_causal: bool,
-    scale: float | None,
-) -> torch.Tensor:
-    """Attention in which several queries share a key, which FlashAttention reads in place."""
     operations: Any = torch.ops.aten
     result: torch.Tensor
-    if query.dtype in FLASH_DTYPES and attn_mask is None:
+    if not enable_gqa or key.shape[-3] == query.shape[-3]:
+        mask = attn_mask
+        if mask is not None:
+            mask = torch.where(mask, 0.0, -torch.inf).to(query.dtype) if mask.dtype == torch.bool else mask
+            mask = mask.expand(*query.shape[:-1], key.shape[-2])
+        efficient = operations._scaled_dot_product_efficient_attention
+        result = efficient(query, key, value, mask, True, dropout_p, is_causal, scale=scale)[0]
+    elif query.dtype in FLASH_DTYPES and attn_mask is None:
         result = operations._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, scale=scale)[0]
     else:
         step_by_step = operations._scaled_dot_product_attention_math

@@ -16,7 +16,6 @@ from anabranch.fsdp.planning.simulator import REST, host_order, unsharded_at
 from anabranch.planning.memory import (
     BucketSize,
     Footprint,
-    MemoryUse,
     ReadyGradient,
     Setting,
     StepProfile,
@@ -46,7 +45,7 @@ def sharded_footprints(profile: StepProfile, setting: Setting, sharded: Sharding
     for (kind, unit), held in unsharded_at(sizes, host_order([sharded.units == RESHARD] * len(blocks), 1)):
         gathered = {"weights": held.parameters, "send": held.reducing, "receive": held.gathering}
         if kind == "forward" and unit == len(blocks) - 1:  # the last one; REST where there is no block
-            yield shards.plus_use("end of forward", _without_gradients(profile.gradients[0].peak_before), **gathered)
+            yield shards.plus_use("end of forward", profile.gradients[0].peak_before._replace(gradients=0), **gathered)
         elif kind == "backward":
             end = last[blocks[unit]] + 1
             waiting = held.gradients - sizes[unit][1]
@@ -57,7 +56,7 @@ def sharded_footprints(profile: StepProfile, setting: Setting, sharded: Sharding
                 waiting += gradient.nbytes if block_of(gradient.name) else 0
             done = end
         elif kind == "reduce" and unit != REST:
-            use = _without_gradients(profile.gradients[done - 1].when_ready)
+            use = profile.gradients[done - 1].when_ready._replace(gradients=0)
             for more in between.exchange_nbytes(blocks[unit]):
                 together = {kind: gathered.get(kind, 0) + more.get(kind, 0) for kind in (*gathered, *more)}
                 yield shards.plus_use(f"reduction of {blocks[unit]}", use, gradients=held.gradients, **together)
@@ -89,7 +88,7 @@ def _end(
         yield shards.plus_use(until_gradient(gradient.name), gradient.peak_before, **gathered)
     for more in between.exchange_nbytes(""):
         together = {"gradients": rest_nbytes, **more, "send": rest_nbytes + more.get("send", 0)}
-        yield shards.plus_use("reduction of the rest", _without_gradients(profile.after_backward), **together)
+        yield shards.plus_use("reduction of the rest", profile.after_backward._replace(gradients=0), **together)
 
 
 class _BetweenNodes:
@@ -123,7 +122,3 @@ class _BetweenNodes:
         mixed = bool(some) and len(some) < len(gradients)
         copied_nbytes = -(-sum(gradient.nbytes for gradient in gradients) // inside) if mixed else 0
         return BucketSize((), numel, nbytes, bool(some)), copied_nbytes
-
-
-def _without_gradients(use: MemoryUse) -> MemoryUse:
-    return use._replace(gradients=0)

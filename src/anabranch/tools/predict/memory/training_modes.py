@@ -55,17 +55,12 @@ def modes_of(exchange: str) -> list[str]:
     return [name for name, mode in OUR_MODES.items() if mode.exchange == exchange]
 
 
-def is_sharded(mode: str) -> bool:
-    """Whether this mode shards the model, in units that are not planned."""
-    return mode.partition("@")[0] in UNPLANNED
-
-
 def predict(profile: StepProfile, mode: str, setting: Setting | None = None) -> Footprint:
     """Return the footprint at the moment of a step when most memory is in use, in the mode of this name."""
     setting = setting or Setting()
     if mode == NAIVE:
         return largest_footprint(_naive(profile, setting))
-    if is_sharded(mode):
+    if mode.partition("@")[0] in UNPLANNED:
         return largest_footprint(sharded_footprints(profile, setting, sharding_mode(mode, UNPLANNED)))
     known = {DDP: memory.DDP, **OUR_MODES}
     if mode not in known:

@@ -20,10 +20,9 @@
 from anabranch.tools.predict.scaling.conclusions import answer
 from anabranch.tools.predict.scaling.prediction import scale, strategy_kinds
 from anabranch.tools.predict.scaling.result import NetworkUsed, ScalePoint, Scaling, Strategy
-from anabranch.tools.predict.scaling.sweep import Compute, sweep
+from anabranch.tools.predict.scaling.sweep import sweep
 
 __all__ = [
-    "Compute",
     "NetworkUsed",
     "ScalePoint",
     "Scaling",

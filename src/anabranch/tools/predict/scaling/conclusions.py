@@ -21,8 +21,11 @@ class Gain(NamedTuple):
     @classmethod
     def over(cls, point: ScalePoint, other: ScalePoint) -> "Gain":
         """Both points are compared on the same network: lowest cost with lowest, highest with highest."""
-        pairs = zip(_speedups(point), _speedups(other), strict=True)
-        ratios = [own / base if base else 1.0 for own, base in pairs]
+        speedups = (
+            (one.speedup, alone_s / (one.iteration_low_s or 1.0), alone_s / (one.iteration_high_s or 1.0))
+            for one, alone_s in ((point, point.speedup * point.iteration_s), (other, other.speedup * other.iteration_s))
+        )
+        ratios = [own / base if base else 1.0 for own, base in zip(*speedups, strict=True)]
         return cls(ratios[0], min(ratios), max(ratios))
 
     def __str__(self) -> str:
@@ -98,11 +101,11 @@ def _sentences(scaling: Scaling, network: NetworkUsed) -> list[str]:
     table = best_at_sizes(scaling, scaling.on(network.name))
     base = "DDP's buckets" if table[0].ddp.planner == DDP_DEFAULT else table[0].ddp.planner
     what = "Dense scheduling" if has_dense(scaling) else "Another strategy"
-    said = [_dense(table, base, what)]
-    if table[0].quantised is not None:
-        said.append(_compressed("Rounding", {row: row.quantised for row in table if row.quantised}))
-    if table[0].sparse is not None:
-        said.append(_compressed("Sparse", {row: row.sparse for row in table if row.sparse}))
+    said = [_gains(f"{what} helps", {row.world_size: (row.dense, row.ddp) for row in table}, base)]
+    for verb, kind in (("Rounding wins", "quantised"), ("Sparse wins", "sparse")):
+        pairs = {row.world_size: (point, row.dense) for row in table if (point := getattr(row, kind)) is not None}
+        if pairs:
+            said.append(_gains(verb, pairs, "the best dense plan"))
     said += _nothing(table, base)
     last = table[-1]
     low, high = last.best.efficiencies
@@ -117,60 +120,34 @@ def has_dense(scaling: Scaling) -> bool:
     return any(strategy.kind == "dense" for strategy in scaling.strategies)
 
 
-def _dense(table: Sequence[BestAtSize], base: str, what: str) -> str:
-    gains = {row: Gain.over(row.dense, row.ddp) for row in table}
-    helped = [row for row, gain in gains.items() if gain.middle >= WORTH_IT]
-    if not helped:
-        return f"{what} gains less than {WORTH_IT - 1:.0%} over {base} at any size."
-    top = max(helped, key=lambda row: gains[row].middle)
-    unsure = [row for row in helped if gains[row].low < WORTH_IT]
-    said = (
-        f"{what} helps {_where(helped, table)}, most at {top.world_size:,}: "
-        f"{top.dense.planner} is {gains[top]} as fast as {base}."
-    )
-    return said + _doubt(unsure, table)
-
-
-def _compressed(what: str, points: Mapping[BestAtSize, ScalePoint]) -> str:
-    """Where these points, one for every size, win over the best dense plan."""
-    table = list(points)
-    gains = {row: Gain.over(point, row.dense) for row, point in points.items()}
-    won = [row for row, gain in gains.items() if gain.middle >= WORTH_IT]
+def _gains(verb: str, pairs: Mapping[int, tuple[ScalePoint, ScalePoint]], base: str) -> str:
+    """At which world sizes the first point of a pair gains over the second one, which is called ``base``."""
+    sizes, gains = list(pairs), {size: Gain.over(*pair) for size, pair in pairs.items()}
+    won = [size for size in sizes if gains[size].middle >= WORTH_IT]
     if not won:
-        return f"{what} gains less than {WORTH_IT - 1:.0%} over the best dense plan at any size."
-    top = max(won, key=lambda row: gains[row].middle)
-    said = (
-        f"{what} wins {_where(won, table)}, most at {top.world_size:,}: {points[top].planner} is {gains[top]} as fast "
-        "as the best dense plan."
-    )
-    unsure = [row for row in won if gains[row].low < WORTH_IT]
-    return said + _doubt(unsure, table)
-
-
-def _doubt(unsure: Sequence[BestAtSize], table: Sequence[BestAtSize]) -> str:
-    return f" Whether it does {_where(unsure, table)} depends on where in its band the network is." if unsure else ""
+        return f"{verb.rpartition(' ')[0]} gains less than {WORTH_IT - 1:.0%} over {base} at any size."
+    top = max(won, key=lambda size: gains[size].middle)
+    said = f"{verb} {_where(won, sizes)}, most at {top:,}: {pairs[top][0].planner} is {gains[top]} as fast as {base}."
+    if unsure := [size for size in won if gains[size].low < WORTH_IT]:
+        said += f" Whether it does {_where(unsure, sizes)} depends on where in its band the network is."
+    return said
 
 
 def _nothing(table: Sequence[BestAtSize], base: str) -> list[str]:
     """Where no strategy gains: because DDP is close to the ideal, or because no strategy comes closer than DDP."""
+    sizes = [row.world_size for row in table]
     idle = [row for row in table if Gain.over(row.best, row.ddp).middle < WORTH_IT]
-    fine = [row for row in idle if row.ddp.efficiency >= ENOUGH]
-    stuck = [row for row in idle if row.ddp.efficiency < ENOUGH]
     said = []
-    if fine:
-        said.append(f"Nothing needs help {_where(fine, table)}: {base} reach {_percent(ENOUGH)} of the ideal and more.")
-    if stuck:
-        reached = max(row.best.efficiency for row in stuck)
-        said.append(
-            f"Nothing helps {_where(stuck, table)}: at most {_percent(reached)} of the ideal, whatever the plan."
-        )
+    if fine := [row.world_size for row in idle if row.ddp.efficiency >= ENOUGH]:
+        said.append(f"Nothing needs help {_where(fine, sizes)}: {base} reach {_percent(ENOUGH)} of the ideal and more.")
+    if stuck := {row.world_size: row.best.efficiency for row in idle if row.ddp.efficiency < ENOUGH}:
+        reached = _percent(max(stuck.values()))
+        said.append(f"Nothing helps {_where(list(stuck), sizes)}: at most {reached} of the ideal, whatever the plan.")
     return said
 
 
-def _where(some: Sequence[BestAtSize], table: Sequence[BestAtSize]) -> str:
+def _where(sizes: Sequence[int], everywhere: Sequence[int]) -> str:
     """from 4 to 256 ranks, or at 4, 8 and 2,048 ranks."""
-    sizes = [row.world_size for row in some]
-    everywhere = [row.world_size for row in table]
     if sizes == everywhere and len(sizes) > 1:
         return f"at every size from {sizes[0]:,} to {sizes[-1]:,} ranks"
     start = everywhere.index(sizes[0])
@@ -178,16 +155,6 @@ def _where(some: Sequence[BestAtSize], table: Sequence[BestAtSize]) -> str:
         return f"from {sizes[0]:,} to {sizes[-1]:,} ranks"
     shown = [f"{size:,}" for size in sizes]
     return f"at {' and '.join(filter(None, [', '.join(shown[:-1]), shown[-1]]))} ranks"
-
-
-def _speedups(point: ScalePoint) -> tuple[float, float, float]:
-    """Speed-up in the middle of the band, at its lowest cost and at its highest."""
-    single_rank_s = point.speedup * point.iteration_s
-    return (
-        point.speedup,
-        single_rank_s / (point.iteration_low_s or 1.0),
-        single_rank_s / (point.iteration_high_s or 1.0),
-    )
 
 
 def _percent(share: float) -> str:

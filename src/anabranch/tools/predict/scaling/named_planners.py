@@ -26,16 +26,9 @@ class NamedPlanner:
 
 
 # Horovod's fusion buffer is by_bytes with other options. It has a name of its own because users look for it by that.
-NAMED_PLANNERS: Mapping[str, NamedPlanner] = {
-    "per_tensor": NamedPlanner("per_tensor", {}),
-    "single": NamedPlanner("single", {}),
-    "by_bytes": NamedPlanner("by_bytes", {}),
-    "horovod": NamedPlanner("by_bytes", {"cap_nbytes": HOROVOD_CAP_NBYTES, "closes": "before"}),
-    "mgwfbp": NamedPlanner("mgwfbp", {}),
-    "optimal": NamedPlanner("optimal", {}),
-    "asc": NamedPlanner("asc", {}),
-    "lanes": NamedPlanner("lanes", {}),
-}
+HOROVOD = NamedPlanner("by_bytes", {"cap_nbytes": HOROVOD_CAP_NBYTES, "closes": "before"})
+NAMES = ("per_tensor", "single", "by_bytes", "horovod", "mgwfbp", "optimal", "asc", "lanes")
+NAMED_PLANNERS = {name: HOROVOD if name == "horovod" else NamedPlanner(name, {}) for name in NAMES}
 WITH_LANES = ("asc", "lanes")
 WITH_CAP = ("by_bytes", "optimal")
 

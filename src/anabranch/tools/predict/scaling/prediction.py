@@ -1,10 +1,13 @@
 """Every strategy at every world size on every network, with its assumptions and an answer in words."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 
+from anabranch.fsdp.planning.sharding_modes import sharding_mode
 from anabranch.tools.network_presets import NetworkRange
+from anabranch.tools.predict.scaling import sharding
 from anabranch.tools.predict.scaling.compression import (
     CompressedStrategies,
     Compression,
@@ -14,9 +17,7 @@ from anabranch.tools.predict.scaling.compression import (
 from anabranch.tools.predict.scaling.conclusions import answer
 from anabranch.tools.predict.scaling.named_planners import named_planner
 from anabranch.tools.predict.scaling.result import Basis, Kind, NetworkUsed, ScalePoint, Scaling, Strategy
-from anabranch.tools.predict.scaling.sharding import Sharding
-from anabranch.tools.predict.scaling.sharding import assumptions as about_sharding
-from anabranch.tools.predict.scaling.sweep import STEADY, Compute, recorded_batch, sweep
+from anabranch.tools.predict.scaling.sweep import recorded_batch, sweep
 from anabranch.values.kinds.fidelity import error_of_plan
 from anabranch.values.links import AlphaBeta, TwoLevel
 from anabranch.values.network import Network
@@ -47,7 +48,6 @@ def scale(
     sharded: Sequence[str] = (),
     scaling: Basis = "weak",
     batch: int | Mapping[str, int] | None = None,
-    compute: Compute = STEADY,
     assumptions: Sequence[str] = (),
     on_point: OnPoint | None = None,
 ) -> Scaling:
@@ -56,11 +56,8 @@ def scale(
     networks        preset names such as "10gbe", Networks, or NetworkRanges, which add a name, a source and a band
     world_sizes     numbers of ranks, rising
     planners        names of ``scaling.named_planners``: strategies that send every value
-    compress        further strategies with compressed buckets where they gain: "bf16", "int8" and "int4" round every
-                    element, "oktopk:0.01" sends 1 % of them, "oktopk:0.01:bf16" with packed values, "oktopk"
-                    chooses the density, "auto" chooses among those that round, "auto:oktopk:0.01" among all of
-                    these; "lean:int8", "lean:auto", "lean:0.01" and "lean" do so on the Lean engine; "int8@nodes" does
-                    so between nodes that are dense inside
+    compress        further strategies with compressed buckets where they gain: names that ``Compression.named`` knows,
+                    such as "int8", "oktopk:0.01", "auto", "lean:int8" or "int8@nodes"
     sharded         further strategies that shard the model by FSDP2: a name of ``SHARDING_MODES``; "hsdp" and its like
                     shard inside nodes, on two-level networks, "hsdp@int8" with int8 between them
     scaling         "weak" keeps the batch of each rank, "strong" the global batch
@@ -72,7 +69,8 @@ def scale(
 
     ValueError for an argument that makes no sense; NetworkError for a network that cannot be carried to a world size.
     """
-    _check_world_sizes(world_sizes)
+    if not world_sizes or world_sizes[0] < 1 or any(high <= low for low, high in pairwise(world_sizes)):
+        raise ValueError(f"world_sizes is {list(world_sizes)}: expected rising whole numbers from 1 on")
     kinds = strategy_kinds(planners, compress, sharded)
     batches, ranges = _batches(trace, kinds, batch), _ranges(networks)
     points: list[ScalePoint] = []
@@ -81,27 +79,21 @@ def scale(
     for network in ranges:
         compressed = compressed_strategies(compress, trace, network.middle)
         of_networks += compressed.assumptions
-        steps = _steps(trace, network, world_sizes, kinds, batches, compressed, scaling, compute)
+        steps = _steps(trace, network, world_sizes, kinds, batches, compressed, scaling)
         for number, point in enumerate(steps, 1):
             points.append(point)
             report(network.name, number, len(world_sizes) * len(kinds))
     of_networks += _network_assumptions(ranges, world_sizes)
-    assumed = _assumptions(scaling, compute, recorded_batch(trace), batches, world_sizes, kinds)
+    assumed = _assumptions(scaling, recorded_batch(trace), batches, world_sizes, kinds)
     result = Scaling(
         model=str(trace.meta.get("model", f"{len(trace)} gradients"))[:60],
         scaling=scaling,
         networks=tuple(NetworkUsed(n.name, n.source, n.spread, n.extrapolation) for n in ranges),
         strategies=tuple(Strategy(name, kind, batches.get(name)) for name, kind in kinds.items()),
         points=tuple(points),
-        **asdict(compute),
-        assumptions=tuple(dict.fromkeys([*assumed, *assumptions, *of_networks, *about_sharding(sharded)])),
+        assumptions=tuple(dict.fromkeys([*assumed, *assumptions, *of_networks, *sharding.assumptions(sharded)])),
     )
     return replace(result, answer=tuple(answer(result)))
-
-
-def _check_world_sizes(sizes: Sequence[int]) -> None:
-    if not sizes or sizes[0] < 1 or any(high <= low for low, high in pairwise(sizes)):
-        raise ValueError(f"world_sizes is {list(sizes)}: expected rising whole numbers from 1 on")
 
 
 def strategy_kinds(planners: Sequence[str], compress: Sequence[str], sharded: Sequence[str] = ()) -> dict[str, Kind]:
@@ -119,7 +111,6 @@ def _steps(
     batches: Mapping[str, int],
     compressed: CompressedStrategies,
     scaling: Basis,
-    compute: Compute,
 ) -> Iterator[ScalePoint]:
     """The points of one network, each as soon as it is known."""
     dense = {name: named_planner(name) for name, kind in kinds.items() if kind == "dense"}
@@ -131,19 +122,17 @@ def _steps(
         {**dense, **compressed.planners},
         network_name=network.name,
         scaling=scaling,
-        compute=compute,
         around=(network.low, network.high),
         batches={name: batch / recorded for name, batch in batches.items() if recorded},
         recorded_batch=recorded,
         pricing=compressed.priced,
-        runners={name: Sharding.named(name) for name, kind in kinds.items() if kind == "sharded"},
+        runners={name: partial(sharding.run, sharding_mode(name)) for name, kind in kinds.items() if kind == "sharded"},
         error_of=lambda trace, plan: error_of_plan(trace, as_sent(plan)),
     )
 
 
 def _assumptions(
     scaling: Basis,
-    compute: Compute,
     recorded: int | None,
     batches: Mapping[str, int],
     world_sizes: Sequence[int],
@@ -152,20 +141,11 @@ def _assumptions(
     """What the numbers assume of batches, of computing and of strategies."""
     said = ["batch per rank kept (weak scaling)" if scaling == "weak" else "global batch kept (strong scaling)"]
     if scaling == "strong" or any(batch != recorded for batch in batches.values()):
-        fixed = f", but for {compute.fixed_share:.0%} of the recorded time, which is fixed"
-        said.append(f"computing takes time in proportion to the batch{fixed if compute.fixed_share else ''}")
+        said.append("computing takes time in proportion to the batch")
     least = min(batches.values(), default=0)
     beyond = [size for size in world_sizes if size > least]
     if scaling == "strong" and least and beyond:
         said.append(f"a batch of {least:,} has no sample for every rank from {beyond[0]:,} ranks on: only on paper")
-    if compute.jitter:
-        said.append(f"jitter of {compute.jitter:g}: a gradient is ready when the last rank is expected to have it")
-    if compute.stragglers:
-        said.append(f"{compute.stragglers} of the ranks compute {compute.straggler_factor:g} times as long")
-    if compute.jitter or compute.stragglers:
-        said.append(
-            "plans are made from the trace as recorded, with neither jitter nor stragglers, and may lose to DDP"
-        )
     return [
         *said,
         "bands are of the network alone, each plan as made for its middle",

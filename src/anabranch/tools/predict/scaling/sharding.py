@@ -1,8 +1,8 @@
 """Strategies that shard the model by FSDP2, over all ranks or inside nodes (HSDP), at any world size."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
-from itertools import accumulate, pairwise
+from dataclasses import replace
+from itertools import pairwise
 from math import ceil
 
 from anabranch.fsdp.planning import Block, Links, ShardedTrace, plan, step_s
@@ -14,66 +14,54 @@ from anabranch.values.links import TwoLevel
 from anabranch.values.network import Network
 from anabranch.values.trace import Trace
 
-ASSUMPTIONS = (
+ASSUMPTION = (
     "blocks of sharded strategies are the parameters with the same number in their names, and forward is divided among "
-    "them as backward is; their gathers and reduce-scatters take half an all-reduce each; memory is not bounded",
+    "them as backward is; their gathers and reduce-scatters take half an all-reduce each; memory is not bounded"
 )
-
-
 BETWEEN = (
     "hsdp@…: what is sent between nodes costs what the same exchange costs in a bucket; what it computes does not slow "
-    "the backward pass",
+    "the backward pass"
 )
 
 
 def assumptions(names: Iterable[str]) -> list[str]:
     """What the predictions for these sharding modes assume."""
     exchanges = [sharding_mode(name).exchange for name in names]
-    return [*(ASSUMPTIONS if exchanges else ()), *(BETWEEN if set(exchanges) - {DENSE} else ())]
+    return [ASSUMPTION] * bool(exchanges) + [BETWEEN] * bool(set(exchanges) - {DENSE})
 
 
-@dataclass(frozen=True, slots=True)
-class Sharding:
-    """A strategy that shards by FSDP2: predicts the step of one sharding mode."""
-
-    mode: ShardingMode
-
-    @classmethod
-    def named(cls, name: str) -> "Sharding":
-        """The strategy of this name; ValueError if there is none."""
-        return cls(sharding_mode(name))
-
-    def __call__(self, quiet: Trace, real: Trace, networks: Sequence[Network]) -> Ran:
-        """Planned for the first network and the quiet trace, as planners of buckets are."""
-        links = [self.links(network) for network in networks]
-        trace = sharded_trace(quiet)
-        names = [block.name for block in trace.blocks]
-        chosen = plan(trace, links[0]) if self.mode.units == PLANNED else self.mode.per_block(names)
-        run = sharded_trace(real, names)
-        return Ran(len(chosen), 1, [step_s(run, chosen, one) for one in links])
-
-    def links(self, network: Network) -> Links:
-        """What a step sends on, on this network."""
-        if not self.mode.nodes:
-            return Links(network)
-        model = network.model
-        if not isinstance(model, TwoLevel):
-            raise ValueError("hsdp shards inside nodes, and this network has none: expected one like nvlink+25gbe")
-        inside = min(network.world_size, model.ranks_per_node)
-        count = ceil(network.world_size / model.ranks_per_node)
-        if count == 1:
-            return Links(Network.modelled(inside, model.inside))
-        # The shards of a node pass its one card together.
-        card = replace(model.across, beta_s_per_byte=inside * model.across.beta_s_per_byte)
-        (kind,) = (DENSE,) if self.mode.exchange == DENSE else Compression.named(self.mode.exchange).kinds
-        return Links(Network.modelled(inside, model.inside), priced(Network.modelled(count, card), [kind]), kind)
+def run(mode: ShardingMode, trace: Trace, networks: Sequence[Network]) -> Ran:
+    """The step of a sharding mode, planned for the first network, as planners of buckets are."""
+    links = [links_of(mode, network) for network in networks]
+    sharded = sharded_trace(trace)
+    chosen = mode.per_block([block.name for block in sharded.blocks])
+    if mode.units == PLANNED:
+        chosen = plan(sharded, links[0])
+    return Ran(len(chosen), 1, [step_s(sharded, chosen, one) for one in links])
 
 
-def sharded_trace(trace: Trace, names: Sequence[str] | None = None) -> ShardedTrace:
+def links_of(mode: ShardingMode, network: Network) -> Links:
+    """What a step sends on, on this network."""
+    if not mode.nodes:
+        return Links(network)
+    model = network.model
+    if not isinstance(model, TwoLevel):
+        raise ValueError("hsdp shards inside nodes, and this network has none: expected one like nvlink+25gbe")
+    ranks = min(network.world_size, model.ranks_per_node)
+    inside = Network.modelled(ranks, model.inside)
+    count = ceil(network.world_size / model.ranks_per_node)
+    if count == 1:
+        return Links(inside)
+    # The shards of a node pass its one card together.
+    card = replace(model.across, beta_s_per_byte=ranks * model.across.beta_s_per_byte)
+    (kind,) = (DENSE,) if mode.exchange == DENSE else Compression.named(mode.exchange).kinds
+    return Links(inside, priced(Network.modelled(count, card), [kind]), kind)
+
+
+def sharded_trace(trace: Trace) -> ShardedTrace:
     """The blocks of a trace: parameters whose names begin alike, up to a number ("layer1.0.conv.weight": "layer1.0").
 
-    A block's backward ends with its last gradient. ``names``: the order of forward, where it is known. ValueError if
-    no name has a number.
+    A block's backward ends with its last gradient. ValueError if no name has a number.
     """
     ready_s: dict[str, float] = {}
     nbytes: dict[str, int] = {}
@@ -87,10 +75,9 @@ def sharded_trace(trace: Trace, names: Sequence[str] | None = None) -> ShardedTr
             f"no block can be told from the names of the trace, such as {trace.tensors[0].name}: sharded strategies "
             "need names with the numbers of layers, such as layers.0.weight"
         )
-    order = list(reversed(names)) if names is not None else sorted(nbytes, key=lambda block: ready_s[block])
+    order = sorted(nbytes, key=lambda block: ready_s[block])
     ends = [0.0, *(ready_s[block] for block in order[:-1]), trace.backward_s]
-    # Where an order is given, a block may be ready before the one it follows: it then took no time of its own.
-    spans = [end - start for start, end in pairwise(accumulate(ends, max))]
+    spans = [end - start for start, end in pairwise(ends)]
     total = sum(spans) or 1.0
     blocks = [
         Block(block, nbytes[block], nbytes[block], trace.forward_s * span / total, span)

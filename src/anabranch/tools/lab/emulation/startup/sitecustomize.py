@@ -7,7 +7,7 @@ torch.distributed. On the path this file hides the system's own sitecustomize, i
 import os
 import sys
 from collections.abc import Sequence
-from importlib.abc import Loader, MetaPathFinder
+from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from importlib.util import module_from_spec
 from pathlib import Path
@@ -17,48 +17,36 @@ MODULE = "torch.distributed.distributed_c10d"
 
 
 class _Finder(MetaPathFinder):
-    """Finds torch's module once, and wraps its loader."""
+    """Finds torch's module once, and has the emulation installed in it as soon as it is loaded."""
 
-    def find_spec(
-        self,
-        name: str,
-        path: Sequence[str] | None,
-        target: ModuleType | None = None,
-    ) -> ModuleSpec | None:
+    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
         if name != MODULE:
             return None
         sys.meta_path.remove(self)
         spec = PathFinder.find_spec(name, path, target)
         if spec is not None and spec.loader is not None:
-            spec.loader = _EmulatingLoader(spec.loader)
+            load = spec.loader.exec_module
+
+            def load_and_install(module: ModuleType) -> None:
+                load(module)
+                _install(module)
+
+            spec.loader.exec_module = load_and_install  # type: ignore[method-assign]  # of this one loader
         return spec
 
 
-class _EmulatingLoader(Loader):
-    """Loads a module as its own loader does, then installs the emulation in it."""
-
-    def __init__(self, loader: Loader) -> None:
-        self._loader = loader
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        return self._loader.create_module(spec)
-
-    def exec_module(self, module: ModuleType) -> None:
-        module.__loader__ = self._loader  # inspect.getsource reads through it
-        if module.__spec__ is not None:
-            module.__spec__.loader = self._loader
-        self._loader.exec_module(module)
-        try:
-            from anabranch.tools.lab.emulation.install import install
-            from anabranch.tools.lab.emulation.settings import EmulatedNetwork
-        except ImportError as error:
-            raise ImportError(
-                f"ANABRANCH_EMULATED is set and {sys.executable} cannot import anabranch: {error}. Install anabranch "
-                "there too, or unset ANABRANCH_EMULATED to run without emulation"
-            ) from error
-        network = EmulatedNetwork.from_environment()
-        if network is not None:
-            install(module, network)
+def _install(module: ModuleType) -> None:
+    try:
+        from anabranch.tools.lab.emulation.install import install
+        from anabranch.tools.lab.emulation.settings import EmulatedNetwork
+    except ImportError as error:
+        raise ImportError(
+            f"ANABRANCH_EMULATED is set and {sys.executable} cannot import anabranch: {error}. Install anabranch "
+            "there too, or unset ANABRANCH_EMULATED to run without emulation"
+        ) from error
+    network = EmulatedNetwork.from_environment()
+    if network is not None:
+        install(module, network)
 
 
 def _run_hidden_sitecustomize() -> None:
