@@ -18,7 +18,8 @@ from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint
 
 from anabranch.lean.activations.blocks import blocks_of
-from anabranch.lean.activations.managed import ManagedActivations, choose_activations
+from anabranch.lean.activations.profiler import ManagedActivations
+from anabranch.lean.activations.solver import choose
 from anabranch.lean.options import Mode
 from anabranch.tools.bench.zoo import model_and_step
 
@@ -69,9 +70,9 @@ def managed(mode: Mode, budget_nbytes: int | None = None) -> Prepare:
 
     def prepare(model: nn.Module) -> ManagedActivations:
         ours = ManagedActivations(model, mode)
-        if mode == "auto":
+        if budget_nbytes is not None:
             model.register_forward_pre_hook(
-                lambda *_: ours.choose(lambda blocks: choose_activations(blocks, budget_nbytes)), prepend=True
+                lambda *_: ours.choose(lambda blocks: choose(blocks, budget_nbytes)._asdict()), prepend=True
             )
         return ours
 

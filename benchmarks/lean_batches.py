@@ -13,13 +13,14 @@ import torch.distributed as dist
 from benchmarks.peak_memory import drain, release_memory, settle
 from benchmarks.trainings import compressed_plan
 from torch import nn
+from torch.utils._pytree import tree_map_only
 
 import anabranch as ab
 from anabranch.lean.activations.recompute import recompute
 from anabranch.planning.memory import Setting, StepProfile
 from anabranch.tools.bench.zoo import SEQUENCES, build_at
 from anabranch.tools.cli.user_function import load_function
-from anabranch.tools.predict.memory.estimator import MAX_BATCH, in_bfloat16, largest_batch
+from anabranch.tools.predict.memory.estimator import MAX_BATCH, largest_batch
 from anabranch.tools.predict.memory.probe import Build, Loss, probe
 from anabranch.tools.predict.memory.training_modes import DDP, OUR_MODES, modes_of, predict
 
@@ -44,6 +45,23 @@ def build_of(name: str, precision: str) -> Callable[[int], Build]:
         return partial(build_at, name)
     function = load_function(name, EXPECTED)
     return lambda batch: lambda device: function(batch, device)
+
+
+def in_bfloat16(build: Build) -> Build:
+    """The same model with weights of bfloat16, and so gradients and the optimizer's state; inputs are cast."""
+
+    def lowered(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.bfloat16() if tensor.dtype == torch.float32 else tensor
+
+    def built(device: torch.device) -> tuple[nn.Module, Loss]:
+        model, loss = build(device)
+        model = model.bfloat16()
+        model.register_forward_pre_hook(
+            lambda _, args, kwargs: tree_map_only(torch.Tensor, lowered, (args, kwargs)), with_kwargs=True
+        )
+        return model, loss
+
+    return built
 
 
 @cache

@@ -155,18 +155,15 @@ def refused_by_accelerate(rank: int) -> list[str]:
     assert helper.prepare(wrapped.optimizer).optimizer is wrapped.optimizer
     with pytest.raises(RuntimeError) as values:
         helper.clip_grad_value_(wrapped.parameters(), 1.0)
-    with pytest.raises(RuntimeError) as triggered:
-        helper.trigger_sync_in_backward(wrapped)
-    return [*said, str(other.value), str(values.value), str(triggered.value)]
+    return [*said, str(other.value), str(values.value)]
 
 
 @HUGGING_FACE
 def test_accelerate_is_refused_what_lean_cannot_do() -> None:
-    for unclipped, other, values, triggered in on_ranks(refused_by_accelerate, 2, timeout_s=IMPORTS_S):
+    for unclipped, other, values in on_ranks(refused_by_accelerate, 2, timeout_s=IMPORTS_S):
         assert "so give Lean(clip_norm=0.5), which clips there" in unclipped
         assert "prepare() was given a SGD" in other and "prepare the model first" in other
         assert "so give Lean(clip_value=1.0), which clips there" in values
-        assert triggered.startswith("trigger_sync_in_backward() under Lean, ")
 
 
 # Lightning.

@@ -31,13 +31,10 @@ def plan_on_lanes(model: nn.Module, lanes: int) -> ab.Plan:
     return ab.Plan(tuple(ab.Bucket((name,), lane=index % lanes) for index, name in enumerate(named)))
 
 
-def against_ddp(
-    rank: int, optimizer: str, accumulate: int, norm_type: float, dtype: str = "float32", lanes: int = 1
-) -> None:
+def against_ddp(rank: int, optimizer: str, accumulate: int, dtype: str = "float32", lanes: int = 1) -> None:
     """Dense, bit by bit: of two summands the order does not matter."""
     ours, theirs = (made().to(getattr(torch, dtype)) for _ in range(2))
-    clip: dict[str, Any] = {"clip_norm": CLIP, "norm_type": norm_type}
-    lean = lean_of(ours, optimizer, clip, plan=plan_on_lanes(ours, lanes), lanes=lanes)
+    lean = lean_of(ours, optimizer, {"clip_norm": CLIP}, plan=plan_on_lanes(ours, lanes), lanes=lanes)
     ddp = DistributedDataParallel(theirs)
     stepped = OPTIMIZERS[optimizer]([p for p in theirs.parameters() if p.requires_grad])
     assert lean.grad_norm is None
@@ -46,10 +43,10 @@ def against_ddp(
             for model in (lean, ddp):
                 with nullcontext() if micro == accumulate - 1 else model.no_sync():
                     model(tokens(accumulate * step + micro, rank)).backward()
-        norm = nn.utils.clip_grad_norm_(ddp.parameters(), CLIP, norm_type=norm_type)
+        norm = nn.utils.clip_grad_norm_(ddp.parameters(), CLIP)
         stepped.step()
         stepped.zero_grad()
-        assert float(norm) > CLIP and torch.equal(norm, lean.clip_grad_norm_(CLIP, norm_type))
+        assert float(norm) > CLIP and torch.equal(norm, lean.clip_grad_norm_(CLIP))
         for (name, a), b in zip(ours.named_parameters(), theirs.parameters(), strict=True):
             assert torch.equal(a, b) and a.grad is None, (step, name)
     lean.close()
@@ -57,12 +54,12 @@ def against_ddp(
 
 def test_dense_training_is_that_of_ddp() -> None:
     scenarios = [
-        ("momentum", 1, 2.0, "float32", 1),
-        ("adamw", 2, 2.0, "float32", 1),
-        ("two groups", 1, math.inf, "float32", 1),
-        ("fused", 1, 2.0, "float32", 3),
-        ("adamw", 2, math.inf, "float32", 3),
-        ("momentum", 1, 1.0, "bfloat16", 1),
+        ("momentum", 1, "float32", 1),
+        ("adamw", 2, "float32", 1),
+        ("two groups", 1, "float32", 1),
+        ("fused", 1, "float32", 3),
+        ("adamw", 2, "float32", 3),
+        ("momentum", 1, "bfloat16", 1),
     ]
     each_on_ranks(against_ddp, 2, scenarios, timeout_s=120.0)
 
@@ -90,7 +87,7 @@ def on_three_ranks(rank: int) -> None:
 
 def test_three_ranks_and_one() -> None:
     on_ranks(on_three_ranks, 3)
-    on_ranks(against_ddp, 1, "adamw", 2, 2.0)
+    on_ranks(against_ddp, 1, "adamw", 2)
 
 
 def through_the_course(rank: int) -> None:
@@ -279,33 +276,6 @@ def test_a_step_that_is_left_out_is_left_out_whole_and_loses_nothing() -> None:
         assert [one["skipped"] for one in answers] == [3, 3]
 
 
-def refused(rank: int) -> str:
-    """An error on both ranks, nothing updated, and the next step goes on."""
-    model = made()
-    lean = lean_of(model, "adamw", {"clip_norm": math.inf, "error_if_nonfinite": True})
-    at = 0
-    model.embed.weight.register_hook(lambda g: g * math.nan if rank == 1 and at == 1 else g)
-    said = ""
-    for at in range(3):
-        before = [parameter.detach().clone() for parameter in model.parameters()]
-        if at == 1:
-            with pytest.raises(RuntimeError) as caught:
-                lean(tokens(at, rank)).backward()
-            said = str(caught.value)
-        else:
-            lean(tokens(at, rank)).backward()
-        trained = [p.requires_grad for p in model.parameters()]
-        moved = [not torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True)]
-        assert moved == ([False] * len(moved) if at == 1 else trained)
-    lean.close()
-    return said
-
-
-def test_a_norm_that_is_not_finite_is_an_error_where_asked_for(launched: Answers) -> None:
-    for said in launched["refused"]:
-        assert "the norm of order 2.0 over all gradients is nan: expected a finite one" in said
-
-
 def overflowing(rank: int) -> None:
     """Gradients that are finite and whose norm is not: torch scales them by 0, and momentum goes on."""
     ours, theirs = (nn.Linear(4, 4, bias=False) for _ in range(2))
@@ -397,7 +367,7 @@ def test_clipping_after_backward_leads_to_lean_or_is_refused(launched: Answers) 
     for limit, norm_type, some, mixed, two, not_finite, without in launched["by_torch"]:
         assert "of max_norm 1.0 and norm_type 2.0 under Lean, with clip_norm 0.5" in limit
         assert "so give Lean(clip_norm=1.0), which clips there" in limit
-        assert "give Lean(clip_norm=0.5, norm_type=inf)" in norm_type
+        assert "of max_norm 0.5 and norm_type inf under Lean, with clip_norm 0.5 and norm_type 2" in norm_type
         assert "given 6 of 7 parameters of a model under Lean, and 0 others" in some
         assert "given 7 of 7 parameters of a model under Lean, and 2 others" in mixed
         assert "given 7 of 7 parameters of a model under Lean, and 7 others" in two
@@ -450,7 +420,6 @@ SCENARIOS: tuple[Callable[[int], object], ...] = (
     through_the_course,
     unused,
     scaled,
-    refused,
     overflowing,
     only_measured,
     by_torch,

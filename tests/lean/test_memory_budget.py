@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import anabranch as ab
-from anabranch.lean.activations.cost_model import Action, BlockCosts
-from anabranch.lean.activations.solver import BudgetError
+from anabranch.lean.activations.solver import Action, BlockCosts, BudgetError
 from anabranch.lean.memory_budget import ALIKE, Gradient, Held, Storage, check_fits, choose_within, gradients_of
 from anabranch.planning.memory import (
     FRAGMENTATION,
@@ -265,9 +264,9 @@ def test_a_rank_on_which_the_choice_does_not_fit_stops_all() -> None:
         ({"within": 0}, "Lean within is 0: expected a size such as '16GiB', or a number of bytes"),
         ({"within": True}, "Lean within is True"),
         ({"within": "1GiB", "residuals": "int8"}, "expected within alone, which chooses both"),
-        ({"residuals": "host"}, "residuals in host memory are retired; use 'bf16' or 'int8'"),
+        ({"residuals": "host"}, "Lean residuals is 'host': expected one of 'in place', 'bf16', 'int8'"),
         ({"within": "1GiB", "activations": "recompute"}, "expected within alone, which chooses both"),
-        ({"activations": "forget"}, "Activations mode is 'forget': expected one of keep"),
+        ({"activations": "forget"}, "Activations mode is 'forget': expected keep or recompute"),
     ],
 )
 def test_wrong_requests(arguments: dict[str, Any], says: str) -> None:

@@ -269,11 +269,11 @@ def test_habits_hold_within_a_budget() -> None:
 
 
 def test_adapters_train_as_under_ddp_whatever_happens_to_activations() -> None:
-    each_on_ranks(adapters, 2, [("recompute",), (ab.Activations("auto", 1 << 20),)])
+    each_on_ranks(adapters, 2, [({"activations": "recompute"},), ({"within": 1 << 30},)])
 
 
-def adapters(rank: int, activations: Any) -> None:
-    pair = against_ddp(adapted, activations=activations)
+def adapters(rank: int, options: dict[str, Any]) -> None:
+    pair = against_ddp(adapted, **options)
     for step in range(STEPS):
         for model, optimizer in pair:
             train(model, optimizer, rank, range(step, step + 1))
@@ -426,7 +426,7 @@ def compiled(rank: int, how: str, memory: str) -> tuple[str, int]:
     """The actions that were chosen, and how often graphs ran in the last step."""
     torch._dynamo.reset()  # as in a process of its own
     warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor")  # torch's own, in dynamo
-    options: Any = {"activations": ab.Activations("auto", 1 << 30) if memory == "auto" else memory}
+    options: Any = {"within": 1 << 30} if memory == "auto" else {"activations": memory}
     if memory == "within":
         options = {"within": tightest(with_blocks, rank)}
     pair = against_ddp(lambda: compiled_inside(how), **options)

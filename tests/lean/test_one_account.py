@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 import anabranch as ab
-from anabranch.lean.activations.cost_model import Action, BlockCosts
+from anabranch.lean.activations.solver import Action, BlockCosts
 from anabranch.lean.memory_budget import Storage
 from anabranch.planning.memory import Setting, peak_footprint
 from anabranch.tools.predict.memory.estimator import ActivationMode, MemoryEstimator

@@ -157,8 +157,8 @@ def test_no_sync_counts_at_forward(launched: Answers) -> None:
 
 def copied(rank: int, mode: str) -> list[str]:
     model = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(3)))
-    activations = ab.Activations(mode, 1 << 20 if mode == "auto" else None)  # type: ignore[arg-type]
-    lean: Any = ab.DataParallel(model, profile_steps=0, memory=ab.Lean(adamw, activations=activations))
+    options: Any = {"within": 1 << 30} if mode == "auto" else {"activations": mode}
+    lean: Any = ab.DataParallel(model, profile_steps=0, memory=ab.Lean(adamw, **options))
     lean(batch(0, rank)).sum().backward()
     try:
         other = copy.deepcopy(lean)
@@ -170,7 +170,7 @@ def copied(rank: int, mode: str) -> list[str]:
     assert other.plan is None and other.comm_state_dict() == {}
     with pytest.raises(RuntimeError, match="is a copy") as caught:
         other(batch(1, rank))
-    again: Any = ab.DataParallel(other.module, profile_steps=0, memory=ab.Lean(adamw, activations=activations))
+    again: Any = ab.DataParallel(other.module, profile_steps=0, memory=ab.Lean(adamw, **options))
     for each in (again, lean):
         each(batch(1, rank)).sum().backward()
     assert not same(again.module, other.module) or again.module is other.module
@@ -214,8 +214,8 @@ def test_a_model_that_is_changed_after_wrapping() -> None:
         "dtype": "trunk.weight is torch.float64 on cpu with strides (16, 1) and was torch.float32 on cpu",
         "inner": "branches.1.weight is torch.bfloat16 on cpu",
         "device": "trunk.weight is torch.float32 on meta",
-        "replaced": "trunk.weight was unfrozen, added or replaced",
-        "added": "further.weight was unfrozen, added or replaced",
+        "replaced": "unfrozen, added or replaced since",
+        "added": "further.weight is ",
         "frozen": "works",
     }
     for says, answers in zip(
@@ -441,7 +441,7 @@ def test_changes_after_wrapping_are_refused() -> None:
     for late, other, counted in on_ranks(changed_later, 1):
         assert "add_param_group() of 1 parameters" in late and "wrap a module" in late
         assert "with strides (27, 1, 9, 3) and was" in other
-        assert "keeps 'steps' in its state" in counted
+        assert "changes 'steps' in its state" in counted
 
 
 @pytest.fixture(scope="module")

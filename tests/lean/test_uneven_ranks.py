@@ -26,8 +26,7 @@ def made(norm: bool = False) -> nn.Module:
 
 
 def wrapped(model: nn.Module, budget: int | None = None) -> Any:
-    activations = ab.Activations("auto", budget) if budget else ab.Activations("keep")
-    return ab.DataParallel(model, profile_steps=0, memory=ab.Lean(sgd, activations=activations))
+    return ab.DataParallel(model, profile_steps=0, memory=ab.Lean(sgd, within=budget))
 
 
 def batch(seed: int) -> torch.Tensor:
@@ -77,7 +76,7 @@ def too_small(rank: int) -> str:
         lean(batch(step + rank)).sum().backward()
     words = []
     for step in range(2):
-        with pytest.raises(ValueError, match="budget_nbytes is 10") as caught:
+        with pytest.raises(ValueError, match="within is 10 bytes") as caught:
             lean(batch(step + rank))
         words.append(str(caught.value))
     lean.close()

@@ -137,7 +137,7 @@ def no_such_entry(rank: int, folder: str) -> str:
 
 def test_a_checkpoint_without_the_state_is_named(tmp_path: Path) -> None:
     for message in on_ranks(no_such_entry, 2, str(tmp_path)):
-        assert "has no entry anabranch/rank" in message and "saved without CommState" in message
+        assert "has no entry anabranch/rank" in message and "load it without CommState" in message
 
 
 def alone(rank: int, states: list[dict[str, Any]]) -> dict[str, Any]:

@@ -67,13 +67,6 @@ def test_a_gpus_gradients_are_ready_when_its_kernels_are(ddp: bool, tmp_path: Pa
     assert trace.meta["device"] == "NVIDIA H200" and trace.meta["world_size"] == 4 and trace.meta["steps"] == 3
 
 
-def test_without_shapes_ddps_buckets_will_do(tmp_path: Path) -> None:
-    trace = load_profiler_trace(written(cuda_profile(shapes=False, ddp=True), tmp_path))
-    assert [(t.numel, t.dtype) for t in trace.tensors] == [(40, "float32")]
-    assert trace.tensors[0].ready_s == pytest.approx(300e-6)
-    assert "each all-reduce of DDP counts as one" in str(trace.meta["not_known"])
-
-
 def test_a_step_with_other_gradients_is_left_out(tmp_path: Path) -> None:
     document = cuda_profile(steps=4)
     odd = next(e for e in document["traceEvents"] if e["name"] == "torch::autograd::AccumulateGrad")
@@ -118,7 +111,7 @@ def test_broken_files_are_named(tmp_path: Path) -> None:
         (b"[]", "has no backward"),
         (b'{"traceEvents": [1, null, {"ph": "X", "ts": 1}]}', "has no backward"),
         (b"\x1f\x8bnothing", "cannot be unpacked"),
-        (gzip.compress(b"[]" * 1000, mtime=0)[:-12], "end is missing"),
+        (gzip.compress(b"[]" * 1000, mtime=0)[:-12], "cannot be unpacked"),
         (edited(ts="soon"), "expected microseconds"),
         (edited(ts=None), "expected microseconds"),
         (edited(dur=-1), "expected microseconds"),

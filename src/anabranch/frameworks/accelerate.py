@@ -9,8 +9,8 @@ LeanDataParallel is none: it is unwrapped here, and what it cannot do is refused
 """
 
 import os
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet, WeakValueDictionary
 
@@ -33,8 +33,6 @@ SIGNATURES = {
     "prepare_model": ("model", "device_placement", "evaluation_mode"),
     "prepare_optimizer": ("optimizer", "device_placement"),
     "unwrap_model": ("model",),
-    "clip_grad_value_": ("parameters", "clip_value"),
-    "trigger_sync_in_backward": ("model",),
     "register_save_state_pre_hook": ("hook",),
     "register_load_state_pre_hook": ("hook",),
 }
@@ -140,27 +138,6 @@ class Wrappers:
             model.module if isinstance(model, LeanDataParallel) else model, *args, **kwargs
         )
         return unwrapped
-
-    def clip_grad_value_(self, parameters: Iterable[torch.Tensor], clip_value: float) -> None:
-        """Clip as Accelerate does; Lean has done so in backward. (clip_grad_norm_() is seen to in torch itself.)"""
-        parameters = list(parameters)
-        wanted = set(map(id, parameters))
-        leans = [wrapper for wrapper in self._made.values() if isinstance(wrapper, LeanDataParallel)]
-        concerned = [lean for lean in leans if any(id(parameter) in wanted for parameter in lean.parameters())]
-        for lean in concerned:
-            lean.clip_grad_value_(clip_value)
-        if not concerned:
-            self._stock["clip_grad_value_"](parameters, clip_value)
-
-    def trigger_sync_in_backward(self, model: nn.Module) -> AbstractContextManager[None]:
-        """As Accelerate does; refused under Lean, where Accelerate would do nothing."""
-        if isinstance(model, LeanDataParallel):
-            raise RuntimeError(
-                "trigger_sync_in_backward() under Lean, which averages the backward pass of a forward pass outside "
-                "no_sync(): run the last forward pass outside no_sync() instead"
-            )
-        context: AbstractContextManager[None] = self._stock["trigger_sync_in_backward"](model)
-        return context
 
     # Wrappers.
 

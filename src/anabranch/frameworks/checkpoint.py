@@ -5,8 +5,8 @@
     anabranch/rank3/residuals/layer.weight  the residual of that parameter on rank 3
     anabranch/rank3/numbers                 the rest of ``comm_state_dict()``: JSON, as bytes in a uint8 tensor
 
-torch.distributed.checkpoint takes one key on two ranks for one entry and silently drops one of them: hence the rank in
-the key. It would pickle what is not a tensor: hence the bytes.
+torch.distributed.checkpoint silently drops one of two entries with one key: hence the rank in the key. It would pickle
+what is not a tensor: hence the bytes.
 
 ``ReplicationState``, the state of a ``Replication``, as DTensors by node:
 
@@ -26,7 +26,7 @@ import os
 import re
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -36,30 +36,20 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.distributed.tensor import DTensor
 
+from anabranch.exchange.residuals.checkpoint import refused
 from anabranch.values.errors import FileError
 from anabranch.values.files import brief
 
 if TYPE_CHECKING:
     from anabranch.fsdp.replicate import Replication
+    from anabranch.tuning.tuned_model import Tuned
 
 TENSORS = ("residuals", "velocities")  # by parameter; everything else is numbers and strings
 
+REMEDY = "load a checkpoint that CommState saved"
+AnyEntry = TypeVar("AnyEntry")
 SavedAt = str | os.PathLike[str] | StorageReader
 log = logging.getLogger("anabranch")
-
-
-class Model(Protocol):
-    """The part of a ``DataParallel`` that is used here."""
-
-    process_group: dist.ProcessGroup
-
-    def comm_state_dict(self) -> dict[str, Any]:
-        """This rank's communication state."""
-        ...
-
-    def load_comm_state_dict(self, *states: Any) -> None:
-        """Load the state of this rank, or those of all ranks."""
-        ...
 
 
 class CommState(Stateful):
@@ -74,7 +64,7 @@ class CommState(Stateful):
     name       the prefix of the keys, for checkpoints of several models
     """
 
-    def __init__(self, model: Model, saved_at: SavedAt | None = None, name: str = "anabranch") -> None:
+    def __init__(self, model: "Tuned", saved_at: SavedAt | None = None, name: str = "anabranch") -> None:
         self._model = model
         self._saved_at = saved_at
         self._name = name
@@ -88,15 +78,7 @@ class CommState(Stateful):
             rank = dist.get_rank(self._model.process_group)
             return {f"{self._name}/rank{rank}/{key}": value for key, value in packed(self._model.comm_state_dict())}
         here = self._saved_at
-        saved: dict[int, dict[str, TensorStorageMetadata]] = {}  # by rank, then by key
-        for path, entry in _saved_tensors(here).items():
-            if (parts := self._parts(path)) is not None:
-                saved.setdefault(parts[0], {})[parts[1]] = entry
-        if not saved:
-            raise ValueError(
-                f"the checkpoint at {here} has no entry {self._name}/rank…: it was saved without CommState(model, "
-                f"name={self._name!r}); load it without one, too"
-            )
+        saved = self._by_rank(_saved_tensors(here), f"the checkpoint at {here}")
         ranks = 1 + max(saved)
         same = ranks == dist.get_world_size(self._model.process_group)
         wanted = [dist.get_rank(self._model.process_group)] if same else list(range(ranks))
@@ -113,22 +95,22 @@ class CommState(Stateful):
 
     def load_state_dict(self, state_dict: Mapping[str, torch.Tensor]) -> None:
         """Load the entries that were read into the model."""
-        ranks: dict[int, dict[str, torch.Tensor]] = {}
-        for key, value in state_dict.items():
-            if (parts := self._parts(key)) is not None:
-                ranks.setdefault(parts[0], {})[parts[1]] = value
-        if not ranks:
-            raise ValueError(
-                f"CommState was given no entry {self._name}/rank…, but {sorted(state_dict)[:4]}: expected what its "
-                f"state_dict() names; give the name= that the checkpoint was saved with"
-            )
+        ranks = self._by_rank(state_dict, "what CommState was given")
         states = [unpacked(ranks[rank], f"{self._name}/rank{rank}") for rank in sorted(ranks)]
         self._model.load_comm_state_dict(*states)
 
-    def _parts(self, key: str) -> tuple[int, str] | None:
-        """Rank and rest of a key of ours, at any depth of the user's dictionary; None for any other key."""
-        match = re.search(rf"(?:^|\.){re.escape(self._name)}/rank(\d+)/(.*)$", key)
-        return (int(match[1]), match[2]) if match is not None else None
+    def _by_rank(self, entries: Mapping[str, AnyEntry], what: str) -> dict[int, dict[str, AnyEntry]]:
+        """Our entries, at any depth of the user's dictionary, by rank and by the rest of the key."""
+        ranks: dict[int, dict[str, AnyEntry]] = {}
+        for key, entry in entries.items():
+            if (match := re.search(rf"(?:^|\.){re.escape(self._name)}/rank(\d+)/(.*)$", key)) is not None:
+                ranks.setdefault(int(match[1]), {})[match[2]] = entry
+        if not ranks:
+            raise ValueError(
+                f"{what} has no entry {self._name}/rank…, but {sorted(entries)[:4]}: expected what CommState(model, "
+                f"name={self._name!r}) has saved; give the name= that it was saved with, or load it without CommState"
+            )
+        return ranks
 
 
 class ReplicationState(Stateful):
@@ -274,43 +256,30 @@ def packed(state: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
 
 def unpacked(entries: Mapping[str, torch.Tensor], where: str = "") -> dict[str, Any]:
     """The ``comm_state_dict()`` that ``packed`` was given; ``where`` names its origin in errors."""
-    if "numbers" not in entries:
-        raise _refused(f"{where}/numbers", "missing", "one, written by CommState")
-    numbers = _numbers(entries["numbers"], f"{where}/numbers")
+    content = entries.get("numbers")
+    numbers = _numbers(content)
+    if numbers is None or not numbers.keys().isdisjoint(TENSORS):
+        raise refused(f"{where}/numbers", content, f"a JSON object without {' and '.join(TENSORS)}, as bytes", REMEDY)
     found: dict[str, dict[str, torch.Tensor]] = {kind: {} for kind in TENSORS}
     for key, value in entries.items():
         kind, _, name = key.partition("/")
-        if key == "numbers":
-            continue
-        if kind not in TENSORS or not name or not isinstance(value, torch.Tensor):
-            raise _refused(f"{where}/{key}", type(value).__name__, f"tensors under {' and '.join(TENSORS)} only")
-        if not numbers:
-            raise _refused(f"{where}/{key}", "there", "no tensors where numbers are empty")
-        found[kind][name] = value
+        if numbers and kind in found and name and isinstance(value, torch.Tensor):
+            found[kind][name] = value
+        elif key != "numbers":
+            raise refused(f"{where}/{key}", value, f"tensors of {' and '.join(TENSORS)}, beside numbers", REMEDY)
     return {**numbers, **found} if numbers else {}
 
 
-def _numbers(content: Any, where: str) -> dict[str, Any]:
-    """The dictionary in the entry of numbers and strings."""
-    if not isinstance(content, torch.Tensor) or content.dtype != torch.uint8 or content.dim() != 1:
-        shown = f"{content.dtype} {list(content.shape)}" if isinstance(content, torch.Tensor) else repr(content)[:80]
-        raise _refused(where, shown, "a flat tensor of bytes")
+def _numbers(content: Any) -> dict[str, Any] | None:
+    """The dictionary in the entry of numbers and strings; None if it is none."""
     try:
-        numbers = json.loads(content.cpu().numpy().tobytes())
-    except (ValueError, RecursionError) as error:
-        raise _refused(where, f"not JSON ({str(error)[:80]})", "a JSON object") from error
-    if not isinstance(numbers, dict) or not numbers.keys().isdisjoint(TENSORS):
-        raise _refused(where, repr(numbers)[:80], f"a JSON object without {' and '.join(TENSORS)}")
-    return numbers
+        numbers = json.loads(bytes(content.tolist()))
+    except (AttributeError, TypeError, ValueError, RecursionError):
+        return None
+    return numbers if isinstance(numbers, dict) else None
 
 
-def _refused(entry: str, found: str, expected: str) -> ValueError:
-    return ValueError(
-        f"the entry {entry} of the checkpoint is {found}: expected {expected}; load a checkpoint that CommState saved"
-    )
-
-
-def save_rank_file(model: Model, folder: str | os.PathLike[str], name: str = "anabranch") -> None:
+def save_rank_file(model: "Tuned", folder: str | os.PathLike[str], name: str = "anabranch") -> None:
     """Write this rank's communication state; call it on every rank. ``name`` tells several models apart."""
     path = _rank_path(folder, name, dist.get_rank(model.process_group))
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -319,7 +288,7 @@ def save_rank_file(model: Model, folder: str | os.PathLike[str], name: str = "an
     unfinished.replace(path)
 
 
-def load_rank_files(model: Model, folder: str | os.PathLike[str], name: str = "anabranch") -> None:
+def load_rank_files(model: "Tuned", folder: str | os.PathLike[str], name: str = "anabranch") -> None:
     """Load this rank's state, or all ranks' if their number has changed; call it on every rank.
 
     A checkpoint without files of ours, such as one of a training with DistributedDataParallel, has nothing to load.

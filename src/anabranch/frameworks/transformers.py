@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from anabranch.exchange.compression import keeps_residuals, name_of, settings_of
 from anabranch.frameworks import accelerate
 from anabranch.frameworks.checkpoint import load_rank_files, save_rank_file
 from anabranch.frameworks.wrappers import Wrapper, with_clipping
@@ -56,24 +55,15 @@ def use_anabranch(trainer: "Trainer", **options: Any) -> None:
 
 def _check_settings(trainer: "Trainer", options: dict[str, Any]) -> None:
     """Raise ValueError if this Trainer cannot train with these options."""
-    arguments, compress, lean = trainer.args, settings_of(options.get("compress")), options.get("memory")
     if isinstance(trainer.model, Wrapper | nn.parallel.DistributedDataParallel):
         raise ValueError(
             f"the Trainer's model is a {type(trainer.model).__name__}: give Trainer the model itself, and "
             "use_anabranch(trainer, ...) the arguments of DataParallel"
         )
-    if lean is not None and getattr(arguments, "auto_find_batch_size", False):
+    if options.get("memory") is not None and getattr(trainer.args, "auto_find_batch_size", False):
         raise ValueError(
             "auto_find_batch_size=True under Lean: a step that runs out of memory has updated some buckets already; "
             "choose per_device_train_batch_size, such as with anabranch memory"
-        )
-    handler = trainer.accelerator.ddp_handler
-    finds_unused = options.get("find_unused_parameters", getattr(handler, "find_unused_parameters", False))
-    if keeps_residuals(compress) and finds_unused and lean is None and arguments.world_size > 1:
-        raise ValueError(
-            f"{name_of(compress)} with find_unused_parameters=True, which Trainer sets for this model: DDP drops the "
-            "averages of parameters that no rank used, and with them residuals that were sent; use "
-            "TrainingArguments(ddp_find_unused_parameters=False)"
         )
 
 

@@ -14,6 +14,7 @@ norms, in the model's order, so that the bits are those of ``torch.nn.utils.clip
 from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import inf
 from threading import Lock
 from typing import NamedTuple
 
@@ -25,7 +26,6 @@ from anabranch.exchange.contracts import Group, Steps, issued, record_stream
 from anabranch.exchange.dense import all_finite
 from anabranch.lean.buckets import LiveBucket
 from anabranch.lean.optimizers import BucketOptimizer
-from anabranch.lean.options import Clipping
 from anabranch.values.errors import UpdateError
 
 
@@ -100,15 +100,14 @@ class HeldUpdate:
 class StepNorm:
     """The norm over all average gradients of a step, from the norms of parameters as their buckets arrive."""
 
-    def __init__(self, norm_type: float, order: Sequence[nn.Parameter]) -> None:
-        self._norm_type = norm_type
+    def __init__(self, order: Sequence[nn.Parameter]) -> None:
         self._order = order
         self._norms: dict[nn.Parameter, torch.Tensor] = {}
 
     def add(self, parts: Mapping[nn.Parameter, torch.Tensor]) -> None:
         """Add the average gradients of a bucket; lanes may call it at the same time."""
         if parts:
-            norms: Sequence[torch.Tensor] = torch._foreach_norm(list(parts.values()), self._norm_type)
+            norms: Sequence[torch.Tensor] = torch._foreach_norm(list(parts.values()))
             self._norms.update(zip(parts, norms, strict=True))
 
     def take(self) -> torch.Tensor:
@@ -118,7 +117,7 @@ class StepNorm:
         record_stream(*norms)
         if not norms:
             return torch.zeros(())
-        total: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms), self._norm_type)
+        total: torch.Tensor = torch.linalg.vector_norm(torch.stack(norms))
         return total
 
 
@@ -134,26 +133,26 @@ class Pending:
 class BucketUpdater:
     """Steps the optimizers of buckets.
 
-    clipping     by the norm over all gradients; None: not at all
+    clip_norm    as of Lean; None: nobody asked for the norm
     parameters   those of the model, in its order
     clip_value   the largest magnitude of an element of an average; None: any
 
     ``loss_scale``: by what a GradScaler multiplied the loss. ``grad_norm``: the norm over all average gradients of the
-    last step, before clipping, on the device; None without ``clipping`` and before the first step.
+    last step, before clipping, on the device; None without ``clip_norm`` and before the first step.
     """
 
     def __init__(
         self,
-        clipping: Clipping | None = None,
+        clip_norm: float | None = None,
         parameters: Sequence[nn.Parameter] = (),
         clip_value: float | None = None,
     ) -> None:
         self._clip_value = clip_value
         self.loss_scale = 1.0
         self.grad_norm: torch.Tensor | None = None
-        self.holds_updates = clipping is not None and clipping.holds_updates
-        self._clipping = clipping
-        self._norm = None if clipping is None else StepNorm(clipping.norm_type, parameters)
+        self._clip_norm = inf if clip_norm is None else clip_norm
+        self.holds_updates = self._clip_norm < inf  # until the norm is known
+        self._norm = None if clip_norm is None else StepNorm(parameters)
         self._held: list[HeldUpdate] = []  # in this backward pass
         self._found_inf: list[torch.Tensor] = []  # on the device, of fused optimizers: 1 for a skipped step
         self._pending: deque[Pending | None] = deque()  # by bucket; None: its update needs nothing from the host
@@ -192,13 +191,9 @@ class BucketUpdater:
         if used is not None:
             record_stream(used)
             yield issued(dist.all_reduce(used, op=dist.ReduceOp.MAX, group=group, async_op=True))
-        # If nothing is missing here, every parameter was used, and this rank need not read the result.
-        self._average_arrived(bucket, average, used if bucket.missing else None)
-
-    def _average_arrived(self, bucket: LiveBucket, average: torch.Tensor, used: torch.Tensor | None) -> None:
-        """Clip the average, and update the bucket with it or hold it."""
-        if used is not None:  # a residual may also reach parameters that no rank used in this step
-            used = (used != 0).logical_or_(bucket.optimizer.nonzero(average))
+            # If nothing is missing here, every parameter was used, and this rank need not read the result. A residual
+            # may also reach parameters that no rank used in this step.
+            used = (used != 0).logical_or_(bucket.optimizer.nonzero(average)) if bucket.missing else None
         finite = all_finite(average)
         if self.loss_scale != 1.0:
             average.div_(self.loss_scale)
@@ -262,27 +257,21 @@ class BucketUpdater:
             record_stream(*self._found_inf)
             self._found_inf = [torch.stack(self._found_inf).sum()]
 
-    def finish_step(self) -> RuntimeError | None:
-        """Call this when all exchanges of a step are over: launches all that is pending, and applies what is held.
-
-        Returns the error for a norm that is not finite, if one was asked for; then nothing was updated.
-        """
+    def finish_step(self) -> None:
+        """Call this when all exchanges of a step are over: launches all that is pending, and applies what is held."""
         self.launch_pending()
-        if self._clipping is None or self._norm is None:
-            return None
-        self.grad_norm = self._norm.take()
-        refusal = self._clipping.refusal(self.grad_norm)
-        if self._held:
-            self._apply_held(self._clipping.coefficient(self.grad_norm), refused=refusal is not None)
+        if self._norm is not None:
+            self.grad_norm = self._norm.take()
+        if self._held and self.grad_norm is not None:
+            self._apply_held(torch.clamp(self._clip_norm / (self.grad_norm + 1e-6), max=1.0))  # as in torch
             self.launch_pending()
-        return refusal
 
-    def _apply_held(self, coefficient: torch.Tensor, refused: bool) -> None:
+    def _apply_held(self, coefficient: torch.Tensor) -> None:
         """Apply all held updates, or none if an average is not finite."""
         held, self._held = self._held, []
         flags = [update.finite for update in held]
         record_stream(*flags, *(update.used for update in held if update.used is not None))
-        finite = torch.stack(flags).all() & (not refused)
+        finite = torch.stack(flags).all()
         self._finite.update((update.bucket, finite) for update in held)
         on_host = bool(finite) if any(update.waits_for_host for update in held) else None
         while held:

@@ -18,12 +18,13 @@ from torch.autograd import Variable
 from anabranch.exchange.bucket_launcher import BucketLauncher
 from anabranch.exchange.collectives import Collectives
 from anabranch.exchange.contracts import Group, Scaler
+from anabranch.exchange.model_parameters import trained_only
 from anabranch.lean.bucket_update import BucketUpdater
 from anabranch.lean.buckets import LiveBucket, Slots
 from anabranch.lean.optimizers import BucketOptimizers
 from anabranch.lean.options import Lean
 from anabranch.lean.torch_patches import check_followed
-from anabranch.lean.trained_model import FrozenAgreement, TrainedModel
+from anabranch.lean.trained_model import FrozenAgreement, TrainedModel, trained_parameters
 from anabranch.observe.step_timer import StepObserver
 from anabranch.values.plan import Plan
 
@@ -92,7 +93,7 @@ class Engine(StepObserver):
     # Called by the runner of plans.
 
     def trained(self) -> dict[str, nn.Parameter]:
-        return self._model.trained_now()
+        return trained_parameters(self._model.module)
 
     def report_averaged(self, callback: Callable[[], None]) -> None:
         self._on_averaged = callback
@@ -123,7 +124,7 @@ class Engine(StepObserver):
         self._drop_buckets()
         self._launcher = launcher
         try:
-            with self._model.as_wrapped():  # torch allows no hooks on what is frozen
+            with trained_only(self._model.module, self.parameters.values()):  # torch allows no hooks on what is frozen
                 self.buckets = [
                     LiveBucket(bucket, own, self.optimizers.for_bucket(own))
                     for bucket in launcher.plan.buckets
@@ -272,7 +273,7 @@ class Engine(StepObserver):
         slots = (self._slots, self._dense_slots, self._residual_slots)
         for each in slots:
             each.wait()
-        refusal = self.updates.finish_step()
+        self.updates.finish_step()
         for each in slots:
             each.free()
         self._launched = 0
@@ -281,8 +282,6 @@ class Engine(StepObserver):
         self.steps_done += 1
         if self._on_averaged is not None:
             self._on_averaged()
-        if refusal is not None:
-            raise refusal
 
     @property
     def _control(self) -> Group:

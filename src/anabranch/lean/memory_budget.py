@@ -17,8 +17,7 @@ from torch import nn
 
 from anabranch.exchange.compression import Settings, keeps_residual, kinds_of
 from anabranch.lean.activations.blocks import END, REST, blocks_of
-from anabranch.lean.activations.cost_model import Action, BlockCosts, in_use
-from anabranch.lean.activations.solver import BudgetError, Choice, choose, smallest_budget
+from anabranch.lean.activations.solver import Action, BlockCosts, BudgetError, Choice, choose, in_use, smallest_budget
 from anabranch.observe.clock import clock_for
 from anabranch.planning.memory import (
     FRAGMENTATION,
@@ -73,18 +72,12 @@ class Held:
         """How residuals may be stored, the most exact first. Rounding reads and writes all values twice."""
         step = self._step(blocks)
         exact_nbytes = max(residual_nbytes(step.profile, setting, mode) for mode, setting in self.exchanges)
-        found = [self._storage(step, "in place")]
+        found = [Storage("in place", step, self.exchanges)]
         for how in ROUNDED if exact_nbytes else ():
-            stored = (residual_nbytes(step.profile, s, mode._replace(residuals=how)) for mode, s in self.exchanges)
-            passed_s = (2 * exact_nbytes + 3 * max(stored)) / memory_nbytes_per_s
-            found.append(replace(self._storage(step, how), extra_s=passed_s))
+            exchanges = [(mode._replace(residuals=how), setting) for mode, setting in self.exchanges]
+            stored_nbytes = max(residual_nbytes(step.profile, setting, mode) for mode, setting in exchanges)
+            found.append(Storage(how, step, exchanges, (2 * exact_nbytes + 3 * stored_nbytes) / memory_nbytes_per_s))
         return found
-
-    def _storage(self, step: "BlockStep", residuals: ResidualPlacement) -> "Storage":
-        exchanges = [(mode._replace(residuals=residuals), setting) for mode, setting in self.exchanges]
-        moments = [moment for mode, setting in exchanges for moment in lean_moments(step.profile, setting, mode)]
-        held_nbytes = min(moment.footprint.nbytes for moment in moments)
-        return Storage(residuals, step, exchanges, held_nbytes, step.on_top(moments, held_nbytes), step.at_end(moments))
 
     def _step(self, blocks: Sequence[BlockCosts]) -> "BlockStep":
         """The step as the account sees it: gradients in the order in which the blocks are differentiated."""
@@ -123,10 +116,6 @@ class BlockStep:
             for block, span in self.spans.items()
         }
 
-    def at_end(self, moments: Iterable[Moment]) -> int:
-        """The most that is in memory when backward is over."""
-        return max(moment.footprint.nbytes for moment in moments if moment.index == len(self.profile.gradients))
-
     def with_activations(self, in_use_nbytes: Mapping[str, int]) -> StepProfile:
         """The profile with these bytes of activations while each block is differentiated."""
         before, when_ready = ([0] * len(self.profile.gradients) for _ in range(2))
@@ -146,23 +135,27 @@ class BlockStep:
         return span or range(next_one, next_one + 1)
 
 
-@dataclass(frozen=True)
 class Storage:
-    """How residuals are stored: what a rank then holds besides activations, and what it costs in each step.
+    """How residuals are stored: what a rank then holds besides activations, and the ``extra_s`` of a step.
 
-    exchanges       of the account, with their settings
-    held_nbytes     what it holds at every moment
-    on_top_nbytes   by block: what it holds more while that is differentiated
-    end_nbytes      what it holds at the end of backward, when activations are gone
+    ``held_nbytes``: what it holds at every moment; ``end_nbytes``: at the end of backward, when activations are gone.
     """
 
-    residuals: ResidualPlacement
-    step: BlockStep
-    exchanges: Sequence[tuple[TrainingMode, Setting]]
-    held_nbytes: int
-    on_top_nbytes: Mapping[str, int]
-    end_nbytes: int
-    extra_s: float = 0.0
+    def __init__(
+        self,
+        residuals: ResidualPlacement,
+        step: BlockStep,
+        exchanges: Sequence[tuple[TrainingMode, Setting]],
+        extra_s: float = 0.0,
+    ) -> None:
+        self.residuals = residuals
+        self.extra_s = extra_s
+        self.step, self.exchanges = step, exchanges
+        moments = [moment for mode, setting in exchanges for moment in lean_moments(step.profile, setting, mode)]
+        self.held_nbytes = min(moment.footprint.nbytes for moment in moments)
+        self._on_top_nbytes = step.on_top(moments, self.held_nbytes)
+        last = len(step.profile.gradients)
+        self.end_nbytes = max(moment.footprint.nbytes for moment in moments if moment.index == last)
 
     def peak(self, blocks: Sequence[BlockCosts], actions: Mapping[str, Action]) -> Footprint:
         """The peak of a step with these actions, by the account."""
@@ -172,7 +165,7 @@ class Storage:
 
     def occupied(self, blocks: Iterable[BlockCosts]) -> list[BlockCosts]:
         """The blocks with what is in memory next to their activations, for a solver whose room is all but ``held``."""
-        return [replace(block, work_nbytes=block.work_nbytes + self.on_top_nbytes[block.name]) for block in blocks]
+        return [replace(block, work_nbytes=block.work_nbytes + self._on_top_nbytes[block.name]) for block in blocks]
 
     def fastest(self, blocks: Sequence[BlockCosts], room_nbytes: int) -> Choice | None:
         """The fastest actions within the room, with the time of storing in the forecast; None where nothing fits."""

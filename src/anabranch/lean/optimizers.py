@@ -93,8 +93,7 @@ class BucketOptimizers:
                 f"Lean's optimizer function returned the same {type(made).__name__} twice: expected a new one in every "
                 "call, over the parameters it is given"
             )
-        if _needs_closure(made):
-            raise _closure_error(type(made).__name__)
+        _check_needs_no_closure(made)
         held = {parameter for group in made.param_groups for parameter in group["params"]}
         if held != set(parameters):
             raise ValueError(
@@ -105,13 +104,7 @@ class BucketOptimizers:
         return made
 
 
-class _Stepping(threading.local):
-    """Whether this thread steps the optimizer of a bucket, and those that it may have inside."""
-
-    now = False
-
-
-stepping = _Stepping()
+stepping = threading.local()  # has ``now`` while this thread steps the optimizer of a bucket, and those inside it
 
 
 class BucketOptimizer:
@@ -129,7 +122,7 @@ class BucketOptimizer:
         self._user_optimizer = user_optimizer
         self._numels = [parameter.numel() for parameter in parameters]
         self._all_used = [True] * len(parameters)
-        self._state_checked = False
+        self._checked = False
         # The factory's own groups of these few parameters do not count: it may have grouped by position.
         members: dict[int, list[nn.Parameter]] = {}
         for parameter in parameters:
@@ -186,18 +179,16 @@ class BucketOptimizer:
             parameter.grad = None
         for parameter, gradient in kept:
             parameter.grad = gradient
-        for group, index in self._groups:
-            _check_settings(self._optimizer, group, self._user_optimizer.param_groups[index])
-        if not self._state_checked:
-            self._state_checked = True
-            _check_state(self._optimizer)
+        if not self._checked:
+            self._checked = True
+            for group, index in self._groups:
+                _check_step(self._optimizer, group, self._user_optimizer.param_groups[index])
 
 
 def _check_taken_over(optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]) -> None:
     """Raise ValueError unless this optimizer can be split between buckets, and holds what the model trains."""
     name = type(optimizer).__name__
-    if _needs_closure(optimizer):
-        raise _closure_error(name)
+    _check_needs_no_closure(optimizer)
     held = {parameter for group in optimizer.param_groups for parameter in group["params"]}
     if missing := [each for each, parameter in parameters.items() if parameter not in held]:
         raise ValueError(
@@ -223,23 +214,20 @@ def _part_of(
     return part
 
 
-def _check_settings(optimizer: torch.optim.Optimizer, group: dict[str, Any], settings: dict[str, Any]) -> None:
-    """Refuse a step that changed its group: the next step would get the user's settings again."""
-    for name, value in group.items():
-        before = settings.get(name) if name != "params" else value
-        if value is not before and (isinstance(value, torch.Tensor) or value != before):
-            raise ValueError(
-                f"{type(optimizer).__name__}.step() changes {name!r} in its parameter groups, and every bucket has "
-                "its own: use an optimizer that keeps what it remembers in state, by parameter"
-            )
-
-
-def _check_state(optimizer: torch.optim.Optimizer) -> None:
-    """Refuse state of all parameters together: each bucket's step would change it."""
-    if others := [key for key in optimizer.state if not isinstance(key, torch.Tensor)]:
+def _check_step(optimizer: torch.optim.Optimizer, group: dict[str, Any], settings: dict[str, Any]) -> None:
+    """Refuse a step that changed its group, or state of all parameters together: every bucket has its own step."""
+    changed = [
+        f"{name!r} in its parameter groups"
+        for name, value in group.items()
+        if name != "params"
+        and value is not (before := settings.get(name))
+        and (isinstance(value, torch.Tensor) or value != before)
+    ]
+    changed += [f"{key!r} in its state, for no parameter" for key in optimizer.state if not torch.is_tensor(key)]
+    if changed:
         raise ValueError(
-            f"{type(optimizer).__name__} keeps {others[0]!r} in its state, for no parameter, and every bucket has a "
-            "step of its own: use an optimizer that keeps what it remembers by parameter"
+            f"{type(optimizer).__name__}.step() changes {changed[0]}, and every bucket has a step of its own: use an "
+            "optimizer that keeps what it remembers in state, by parameter"
         )
 
 
@@ -259,16 +247,13 @@ def _comparable(value: object) -> object:
     return value if plain else type(value).__name__
 
 
-def _needs_closure(optimizer: torch.optim.Optimizer) -> bool:
+def _check_needs_no_closure(optimizer: torch.optim.Optimizer) -> None:
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
-    return isinstance(optimizer, torch.optim.LBFGS) or (closure is not None and closure.default is closure.empty)
-
-
-def _closure_error(name: str) -> ValueError:
-    return ValueError(
-        f"{name} calls the model again and again in its step, which cannot be done inside backward: use an optimizer "
-        "whose step() needs no closure"
-    )
+    if isinstance(optimizer, torch.optim.LBFGS) or (closure is not None and closure.default is closure.empty):
+        raise ValueError(
+            f"{type(optimizer).__name__} calls the model again and again in its step, which cannot be done inside "
+            "backward: use an optimizer whose step() needs no closure"
+        )
 
 
 def _step_of_user(self: torch.optim.Optimizer, closure: Callable[[], Any] | None = None) -> Any:

@@ -19,19 +19,12 @@ from anabranch.ddp.compiled.graphs import CompiledGraphs
 from anabranch.ddp.reducer import compiled_as_ddp
 from anabranch.ddp.wrap_checks import check_outermost, check_unwrapped, dtensor_reason
 from anabranch.exchange.agreement import all_or_none, check_same, from_rank_0
-from anabranch.exchange.compression import (
-    Compress,
-    Settings,
-    collectives_for,
-    described,
-    may_be_sparse,
-    settings_of,
-)
+from anabranch.exchange.compression import Compress, Settings, collectives_for, described, may_be_sparse, settings_of
 from anabranch.exchange.contracts import Scaler
 from anabranch.exchange.groups import USE_A_TORCH_GROUP, default_group, no_clone_reason
 from anabranch.exchange.model_parameters import ignored_names, model_parts
-from anabranch.lean.activations.cost_model import BlockCosts
-from anabranch.lean.activations.managed import PROFILED_STEPS, ChoiceMessage, ManagedActivations, choose_activations
+from anabranch.lean.activations.profiler import PROFILED_STEPS, ChoiceMessage, ManagedActivations
+from anabranch.lean.activations.solver import BlockCosts
 from anabranch.lean.bucket_update import BucketUpdater
 from anabranch.lean.engine import Engine, PassState, in_backward
 from anabranch.lean.memory_budget import (
@@ -45,7 +38,7 @@ from anabranch.lean.memory_budget import (
 )
 from anabranch.lean.memory_budget import described as described_within
 from anabranch.lean.optimizer_memory import memory_of, nbytes_of
-from anabranch.lean.options import Clipping, Lean, check_lean
+from anabranch.lean.options import Lean, check_lean
 from anabranch.lean.torch_patches import watch
 from anabranch.lean.trained_model import trained_parameters
 from anabranch.planning.fixed import DDP_CAP_NBYTES
@@ -62,6 +55,8 @@ from anabranch.values.trace import TensorSpec, Trace
 
 BROADCAST_NBYTES = 250 << 20  # bytes per message of the initial broadcast, as in DDP
 COPIED = "it is a copy"
+NOT_COPIED = ("process_group", "_pass", "_scaler", "_tuner", "_cache", "_collectives", "_layout", "_graph_cutter",
+              "_release", "_undo_activations")  # fmt: skip
 
 
 class LeanDataParallel(Tuned, nn.Module):
@@ -109,7 +104,7 @@ class LeanDataParallel(Tuned, nn.Module):
         if reason := no_clone_reason(group):
             raise ValueError(f"DataParallel with memory=Lean(...) cannot run here: {reason}. {USE_A_TORCH_GROUP}")
         of_ddp = f"find_unused_parameters {find_unused_parameters}, broadcast_buffers {broadcast_buffers}"
-        settings = [described(compress), f"{policy}", *memory.described(), of_ddp]
+        settings = [described(compress), f"{policy}", memory.described(), of_ddp]
         tuning = tuning.agreed(model_parts(module), group, *settings, by_name=True)
         compress = None if tuning.turned_off else compress
         self.module = module
@@ -121,9 +116,7 @@ class LeanDataParallel(Tuned, nn.Module):
         alone = group.size() == 1
         self.find_unused_parameters = find_unused_parameters or alone  # a single rank needs no message for it
         parameters = _trainable_parameters(module)
-        with torch.no_grad():
-            tensors = [*module.named_parameters(), *module.named_buffers()]
-            self._broadcast_from_rank_0(_synchronised_tensors(tensors, module))
+        self._broadcast_from_rank_0([*module.named_parameters(), *module.named_buffers()])
         if alone and plan is None:
             tuning = replace(tuning, profile_steps=0)
         self._pass = PassState()
@@ -148,7 +141,7 @@ class LeanDataParallel(Tuned, nn.Module):
         settings: list[str],
     ) -> None:
         memory, current_pass = self.memory, self._pass
-        updates = BucketUpdater(memory.clipping, list(parameters.values()), memory.clip_value)
+        updates = BucketUpdater(memory.clip_norm, list(parameters.values()), memory.clip_value)
         frozen = {name: p for name, p in self.module.named_parameters() if not p.requires_grad}
         collectives = collectives_for(
             compress, parameters, self.process_group, lambda: current_pass.averaging, updates.applied, frozen,
@@ -182,7 +175,7 @@ class LeanDataParallel(Tuned, nn.Module):
         """The plan, its predicted and measured gain, and the exposed time; or why there is no plan."""
         if self._tuner is None:
             return f"No plan: {self._no_plan_reason}. It cannot train: wrap the module again."
-        chosen = self._activations.agreed if self.memory.within is not None else {}
+        chosen = self._activations.agreed
         return "\n".join([super().explain(), *([described_within(chosen)] if chosen else [])])
 
     @property
@@ -202,13 +195,12 @@ class LeanDataParallel(Tuned, nn.Module):
 
         Raises RuntimeError unless ``Lean`` has clipped so. An infinite ``max_norm`` only asks for the norm.
         """
-        clipping, wanted = self.memory.clipping, Clipping(float(max_norm), float(norm_type))
-        fits = clipping is not None and wanted.max_norm in (clipping.max_norm, inf)
-        if clipping is None or not fits or clipping.norm_type != wanted.norm_type:
+        limit = self.memory.clip_norm
+        if limit is None or norm_type != 2.0 or float(max_norm) not in (limit, inf):
             raise RuntimeError(
                 f"clip_grad_norm_() of max_norm {max_norm} and norm_type {norm_type} under Lean, with clip_norm "
-                f"{self.memory.clip_norm} and norm_type {self.memory.norm_type}: every bucket was updated in backward, "
-                f"so give {_lean_arguments(wanted)}, which clips there"
+                f"{limit} and norm_type 2: every bucket was updated in backward, so give "
+                f"Lean(clip_norm={float(max_norm)}), which clips there"
             )
         return torch.zeros(()) if self.grad_norm is None else self.grad_norm
 
@@ -290,8 +282,7 @@ class LeanDataParallel(Tuned, nn.Module):
         if will_average and tuner.steps_done >= PROFILED_STEPS:  # the same forward on all ranks: steps count alike
             self._choose()
         if self._broadcast_buffers and (will_average or self._buffers_changed):
-            with torch.no_grad():
-                self._broadcast_from_rank_0(_synchronised_tensors(self.module.named_buffers(), self.module))
+            self._broadcast_from_rank_0(self.module.named_buffers())
         self._buffers_changed = will_average  # this forward updates running statistics on each rank
 
     @_disable_dynamo
@@ -305,11 +296,10 @@ class LeanDataParallel(Tuned, nn.Module):
         parameters = runner.parameters  # as wrapped: one that is frozen now may be unfrozen later
         plan = runner.plan_in_force
         gradients = gradients_of(self.module, parameters, may_be_sparse)
-        clipping = self.memory.clipping
         setting = Setting(
             ranks=self.process_group.size(),
             buckets=None if plan is None else [bucket.names for bucket in plan.buckets],
-            clips=clipping is not None and clipping.holds_updates,
+            clips=self.layout.updates.holds_updates,
             blas_workspace_nbytes=BLAS_WORKSPACE_NBYTES if next(iter(parameters.values())).is_cuda else 0,
         )
         weights_nbytes = sum(allocated_nbytes(nbytes_of(tensor)) for tensor in tensors.values())
@@ -319,13 +309,13 @@ class LeanDataParallel(Tuned, nn.Module):
         """Choose which activations are recomputed and, within a budget, how residuals are stored; after profiling."""
         if self._activations.choice is None:
             self._activations.choose(self._own_choice, self._agreed_choice)
-            if "residuals" in self._activations.agreed:
-                self.layout.residuals.store_as(self._activations.agreed["residuals"])
+            if agreed := self._activations.agreed:
+                self.layout.residuals.store_as(agreed["residuals"])
 
     def _own_choice(self, blocks: Sequence[BlockCosts]) -> ChoiceMessage:
         """What this rank would choose; BudgetError if nothing fits."""
-        if (budget_nbytes := self.memory.within_nbytes) is None:
-            return choose_activations(blocks, self.memory.activations_nbytes)
+        budget_nbytes = self.memory.within_nbytes
+        assert budget_nbytes is not None  # else nothing is profiled
         device = next(iter(self.layout.parameters.values())).device
         self._profiled = blocks, self._held().storages(blocks, memory_nbytes_per_s(device))
         return choose_within(*self._profiled, budget_nbytes).message(budget_nbytes)
@@ -333,7 +323,7 @@ class LeanDataParallel(Tuned, nn.Module):
     def _agreed_choice(self, own: ChoiceMessage) -> ChoiceMessage:
         """Rank 0's choice: a block that communicates must be recomputed on all ranks or on none."""
         agreed: ChoiceMessage = json.loads(from_rank_0(json.dumps(own).encode(), self.process_group))
-        if self.memory.within is not None and "actions" in agreed:
+        if "actions" in agreed:
             with all_or_none("checking what rank 0 has chosen within the budget", self.process_group):
                 if self._profiled is not None:
                     check_fits(agreed, *self._profiled)
@@ -359,7 +349,11 @@ class LeanDataParallel(Tuned, nn.Module):
             raise RuntimeError("this DataParallel was closed: wrap the module again")
         return self._tuner
 
-    def _broadcast_from_rank_0(self, tensors: list[torch.Tensor]) -> None:
+    @torch.no_grad()
+    def _broadcast_from_rank_0(self, named: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Send these tensors from rank 0 to all ranks, without those that DDP ignores."""
+        ignored = ignored_names(self.module)
+        tensors = [tensor for name, tensor in named if name not in ignored]
         if tensors and self.process_group.size() > 1:
             dist._broadcast_coalesced(self.process_group, tensors, BROADCAST_NBYTES, 0)  # type: ignore[attr-defined]
 
@@ -378,22 +372,10 @@ class LeanDataParallel(Tuned, nn.Module):
         """State for a copy: everything except tuner, layout and groups. The copied module is as before wrapping."""
         if self._tuner is not None and self.memory.activations_mode == "auto":
             raise RuntimeError(
-                "a DataParallel under Lean with Activations mode 'auto' cannot be copied, since its module is "
-                "profiled: copy the module before it is wrapped, and load this one's state_dict()"
+                "a DataParallel under Lean with a budget cannot be copied, since its module is profiled: copy the "
+                "module before it is wrapped, and load this one's state_dict()"
             )
-        own = (
-            "_pass",
-            "_tuner",
-            "_cache",
-            "_collectives",
-            "_layout",
-            "_graph_cutter",
-            "_scaler",
-            "_release",
-            "_undo_activations",
-            "process_group",
-        )
-        state = {name: value for name, value in self.__dict__.items() if name not in own}
+        state = {name: value for name, value in self.__dict__.items() if name not in NOT_COPIED}
         if isinstance(self.memory.optimizer, torch.optim.Optimizer):  # of this model's parameters, with all its state
             state["memory"] = replace(self.memory, optimizer=None)
         return state
@@ -420,18 +402,6 @@ def _check_arguments(unnamed: tuple[Any, ...], others: dict[str, Any], compress:
             f"OkTopk momentum is {compress.momentum}, and under Lean gradients are added to the residual as they "
             "arrive: expected 0; use the momentum of the optimizer"
         )
-
-
-def _lean_arguments(clipping: Clipping) -> str:
-    """What to write for such a clipping."""
-    norm_type = "" if clipping.norm_type == 2.0 else f", norm_type={clipping.norm_type}"
-    return f"Lean(clip_norm={clipping.max_norm}{norm_type})"
-
-
-def _synchronised_tensors(named: Iterable[tuple[str, torch.Tensor]], module: nn.Module) -> list[torch.Tensor]:
-    """The tensors that are kept the same on all ranks, without those that DDP ignores."""
-    ignored = ignored_names(module)
-    return [tensor for name, tensor in named if name not in ignored]
 
 
 def _trainable_parameters(module: nn.Module) -> dict[str, nn.Parameter]:

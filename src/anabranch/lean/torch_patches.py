@@ -30,12 +30,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("anabranch")
 
-TOTAL_NORM, CLIP = "_get_total_norm", "_clip_grads_with_norm_"  # torch's clip_grad_norm_() calls them in this order
+CLIP, PUBLIC_CLIP = "_clip_grads_with_norm_", "clip_grads_with_norm_"  # torch's clip_grad_norm_() calls the first
 GROUPS = "_group_tensors_by_device_and_dtype"  # torch's clip_grad_value_() calls it with all gradients it has found
-# The same functions under their public names, which torch.nn.utils has imported.
-PUBLIC = {TOTAL_NORM: "get_total_norm", CLIP: "clip_grads_with_norm_"}
-CLIP_VALUE = "clip_value"  # an argument of clip_grad_value_()
-NORM_TYPE, MUST_BE_FINITE = "_anabranch_norm_type", "_anabranch_must_be_finite"
 NAMES = "_get_fqns"  # torch.distributed.checkpoint's: the names under which an entry of a state_dict is saved
 PREFIX = "module."  # of all parameters of a wrapper
 CONCURRENT_PASSES = 64  # backward passes that run at the same time, at most
@@ -47,8 +43,11 @@ _installed = False
 
 def watch(model: "LeanDataParallel") -> None:
     """Have torch's calls respect this model from now on."""
+    global _installed
     _models.add(model)
-    _install()
+    if not _installed:
+        _installed = True
+        _install()
 
 
 def check_followed(followed: Scaler | None) -> None:
@@ -70,15 +69,10 @@ def check_followed(followed: Scaler | None) -> None:
 
 
 def _install() -> None:
-    global _installed
-    if _installed:
-        return
-    _installed = True
     register_optimizer_step_pre_hook(_refuse_idle_step)
     for scaler in (torch.amp.GradScaler, ShardedGradScaler):  # which has a scale() of its own
         scaler.scale = _recording_passes(scaler.scale)  # type: ignore[method-assign]
     parts = [
-        (clip_grad, TOTAL_NORM, _recording_norm_type),
         (clip_grad, CLIP, _clipping),
         (clip_grad, GROUPS, _clipping_values),
         (checkpoint, NAMES, _naming),
@@ -91,25 +85,14 @@ def _install() -> None:
                 torch.__version__, owner.__name__, name,
             )  # fmt: skip
             return
-        replaced = ours(getattr(owner, name))
-        setattr(owner, name, replaced)
-        if hasattr(utils, public := PUBLIC.get(name, "")):
-            setattr(utils, public, replaced)
+        setattr(owner, name, ours(getattr(owner, name)))
+    if hasattr(utils, PUBLIC_CLIP):
+        setattr(utils, PUBLIC_CLIP, clip_grad._clip_grads_with_norm_)
 
 
-def _recording_norm_type(stock: Any) -> Any:
-    """torch's total norm, which records its arguments in its result; the clipping call does not receive them."""
-
-    @wraps(stock)
-    def total_norm(
-        tensors: Any, norm_type: float = 2.0, error_if_nonfinite: bool = False, *args: Any, **kwargs: Any
-    ) -> torch.Tensor:
-        total: torch.Tensor = stock(tensors, norm_type, error_if_nonfinite, *args, **kwargs)
-        setattr(total, NORM_TYPE, norm_type)
-        setattr(total, MUST_BE_FINITE, error_if_nonfinite)
-        return total
-
-    return total_norm
+def _arguments_of_caller() -> dict[str, Any]:
+    """The arguments of the function of torch's that called ours, which does not hand on all of them."""
+    return sys._getframe(2).f_locals
 
 
 def _clipping(stock: Any) -> Any:
@@ -132,12 +115,12 @@ def _clipping(stock: Any) -> Any:
                     "others that are trained: expected all of that model and no others, since it clips in backward, by "
                     "the norm over all its gradients; call it for each model, or use Lean(clip_norm=...)"
                 )
-            norm = model.clip_grad_norm_(max_norm, getattr(total_norm, NORM_TYPE, 2.0))
-            if getattr(total_norm, MUST_BE_FINITE, False) and not bool(norm.isfinite()):
+            caller = _arguments_of_caller()
+            norm = model.clip_grad_norm_(max_norm, caller.get("norm_type", 2.0))
+            if caller.get("error_if_nonfinite", False) and not bool(norm.isfinite()):
                 raise RuntimeError(
                     f"the norm of the gradients is {norm.item()}, and clip_grad_norm_() was given "
-                    "error_if_nonfinite=True; under Lean that step was left out already. To raise before it, use "
-                    "Lean(clip_norm=..., error_if_nonfinite=True)"
+                    "error_if_nonfinite=True; under Lean that step was left out already"
                 )
             total_norm.copy_(norm)
             return
@@ -152,19 +135,12 @@ def _clipping_values(stock: Any) -> Any:
     @wraps(stock)
     def group(gradients: Any, *args: Any, **kwargs: Any) -> Any:
         trained = [model for model in list(_models) if model.trained_parameters()]
-        caller = sys._getframe(1).f_locals
-        if any(map(len, gradients)) or not trained or CLIP_VALUE not in caller:
+        limit = _arguments_of_caller().get("clip_value")
+        if any(map(len, gradients)) or not trained or limit is None:
             return stock(gradients, *args, **kwargs)
-        refusal = None
-        for model in trained:
-            try:
-                model.clip_grad_value_(caller[CLIP_VALUE])
-            except RuntimeError as error:
-                refusal = error
-            else:
-                return {}
-        assert refusal is not None
-        raise refusal
+        if not any(model.memory.clip_value == float(limit) for model in trained):
+            trained[0].clip_grad_value_(limit)  # raises
+        return {}
 
     return group
 
@@ -175,7 +151,7 @@ def _refuse_idle_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], k
     One with other parameters, too, may have a step without gradients now and then; and a closure may bring some.
     """
     closure = args[1] if len(args) > 1 else kwargs.get("closure")  # the first is the optimizer
-    if not _models or stepping.now or closure is not None:
+    if not _models or getattr(stepping, "now", False) or closure is not None:
         return
     held = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
     if not held or any(parameter.grad is not None for parameter in held):

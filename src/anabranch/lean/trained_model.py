@@ -1,17 +1,16 @@
 """What Lean expects of a model between steps: the parameters it was wrapped with, frozen alike on all ranks."""
 
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Mapping
 from hashlib import sha256
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from anabranch.exchange.agreement import from_all_ranks
+from anabranch.exchange.agreement import check_same
 from anabranch.exchange.contracts import Group, issued
-from anabranch.exchange.model_parameters import ignored_names, trained_only
-from anabranch.values.errors import CollectiveError, DisagreementError
+from anabranch.exchange.model_parameters import ignored_names
+from anabranch.values.errors import CollectiveError
 
 
 def trained_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
@@ -27,36 +26,25 @@ class TrainedModel:
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self._module = module
+        self.module = module
         self.parameters = trained_parameters(module)
         self._memory_formats = {name: _memory_format(parameter) for name, parameter in self.parameters.items()}
         self._fingerprint = ModuleFingerprint(module)
-
-    def trained_now(self) -> dict[str, nn.Parameter]:
-        """The parameters that require gradients now."""
-        return trained_parameters(self._module)
-
-    def as_wrapped(self) -> AbstractContextManager[None]:
-        """A context in which the parameters are trained that were when the module was wrapped, whatever is frozen."""
-        return trained_only(self._module, self.parameters.values())
 
     def check(self) -> None:
         """Raise if the parameters were changed, other than by freezing; fast if nothing has changed."""
         if self._fingerprint.unchanged():
             return
-        for name, parameter in self.trained_now().items():
-            if (was := self._memory_formats.get(name, now := _memory_format(parameter))) != now:
+        for name, parameter in trained_parameters(self.module).items():
+            now = _memory_format(parameter)
+            was = self._memory_formats.get(name, "not trained")
+            if was != now or self.parameters[name] is not parameter:
                 raise RuntimeError(
-                    f"{name} is {now} and was {was} when the model was wrapped: expected the same, since its bucket "
-                    "was built for that; convert or move the model before wrapping it, or close() this DataParallel "
-                    "and wrap the module again"
+                    f"{name} is {now} and was {was} when the model was wrapped: it was converted, moved, unfrozen, "
+                    "added or replaced since, and its bucket and optimizer were made then; do so before wrapping, or "
+                    "close() this DataParallel and wrap the module again"
                 )
-            if self.parameters.get(name) is not parameter:
-                raise RuntimeError(
-                    f"{name} was unfrozen, added or replaced after the model was wrapped, and is in no optimizer of "
-                    "Lean: close() this DataParallel and wrap the module again"
-                )
-        self._fingerprint = ModuleFingerprint(self._module)
+        self._fingerprint = ModuleFingerprint(self.module)
 
 
 class ModuleFingerprint:
@@ -114,28 +102,12 @@ class FrozenAgreement:
             ) from error
         largest, smallest = self._extremes.tolist()
         if largest != -smallest:
-            self._raise_disagreement(control)
+            lines = [f"{name} with requires_grad={p.requires_grad}" for name, p in self._parameters.items()]
+            check_same("which parameters are frozen (no rank has updated anything in this step)", lines, control)
 
     def close(self) -> None:
         """Drop the last message, before its group is destroyed."""
         self._work = None
-
-    def _raise_disagreement(self, control: Group) -> None:
-        own = [name for name, parameter in self._parameters.items() if not parameter.requires_grad]
-        frozen = [part.decode().split("\n") for part in from_all_ranks("\n".join(own).encode(), control)]
-        splits = (_split(name, frozen) for name in self._parameters)
-        name, here, elsewhere = next(split for split in splits if split[1] and split[2])
-        raise DisagreementError(
-            f"{name} is frozen (requires_grad is False) on ranks {here} and not on ranks {elsewhere}: expected the "
-            "same on all ranks, since their weights would part. No rank has updated anything in this step. Freeze it "
-            "on every rank before the same forward; close() this DataParallel and wrap the module again"
-        )
-
-
-def _split(name: str, frozen: Sequence[Sequence[str]]) -> tuple[str, list[int], list[int]]:
-    """The name, the ranks that have frozen it, and those that have not."""
-    here = [rank for rank, names in enumerate(frozen) if name in names]
-    return name, here, [rank for rank in range(len(frozen)) if rank not in here]
 
 
 def _memory_format(parameter: nn.Parameter) -> str:

@@ -5,6 +5,7 @@ tell which parameter that was. On a GPU the host only launches: a gradient is re
 that was launched before its AccumulateGrad ended has ended.
 """
 
+import gzip
 import json
 import zlib
 from bisect import bisect_left, bisect_right
@@ -24,14 +25,12 @@ from anabranch.values.trace import TensorSpec, Trace
 MAX_NBYTES = 512 << 20  # as JSON: some millions of events, and as many gigabytes of memory as one would give
 ENGINE = "autograd::engine::evaluate_function: "
 ACCUMULATE = "torch::autograd::AccumulateGrad"
-COLLECTIVE = "record_param_comms"
 ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 LAUNCHES = ("cuda_runtime", "cuda_driver")
 DTYPES: Mapping[str, tuple[str, int]] = {
     "float": ("float32", 4), "double": ("float64", 8), "c10::half": ("float16", 2), "half": ("float16", 2),
     "c10::bfloat16": ("bfloat16", 2), "bfloat16": ("bfloat16", 2),
 }  # fmt: skip
-BUCKET = "(a bucket of DDP)"
 HOW = "profile a few steps with torch.profiler.profile(record_shapes=True) and export_chrome_trace"
 MICRO = 1e-6
 LATEST = 1e18  # microseconds: past this an instant is no instant
@@ -49,7 +48,7 @@ class Event(NamedTuple):
 
 
 class Gradient(NamedTuple):
-    """A gradient and the host time at which it was ready; a bucket of gradients where shapes are not known."""
+    """A gradient and the host time at which it was ready."""
 
     numel: int
     dtype: str
@@ -71,23 +70,27 @@ def load_profiler_trace(path: Path, model: str | None = None, batch: int | None 
     Forward is taken to begin with the first operation that autograd recorded, so it includes the loss. Gradients are
     numbered in the order of backward. ``meta`` says what was assumed, and what is not known.
     """
-    document = _parsed(_read(path), str(path))
+    document = _parsed(path)
     raw = document.get("traceEvents") if isinstance(document, dict) else document
     if not isinstance(raw, list):
         raise FileError(f"{path}: 'traceEvents' is {brief(raw)}, expected a list of events, as torch.profiler writes")
     events = _events(raw, str(path))
     passes = _passes(events, str(path))
     clock = _device_clock(events)
-    signatures = Counter(tuple((g.numel, g.dtype) for g in one.gradients) for one in passes)
-    signature = signatures.most_common(1)[0][0]
-    alike = [one for one in passes if tuple((g.numel, g.dtype) for g in one.gradients) == signature]
+    kinds = [tuple((gradient.numel, gradient.dtype) for gradient in one.gradients) for one in passes]
+    usual = Counter(kinds).most_common(1)[0][0]
+    alike = [one for one, kind in zip(passes, kinds, strict=True) if kind == usual]
+    other = f"; {len(passes) - len(alike)} more had other gradients and were left out" if alike != passes else ""
+    given = {"model": model, "batch": batch}
     meta: dict[str, Scalar] = {
         **_origin(document),
-        **_said(alike, len(passes), clock is not None),
+        "steps": len(alike),
+        "assumed": "forward begins with the first operation that autograd recorded; every backward is a step" + other,
+        "instants": "ends of kernels launched before" if clock else "ends of AccumulateGrad on the host",
+        "not_known": "the names of parameters, so a plan from this trace cannot run on a model; what profiling cost",
         "imported_from": path.name,
+        **{key: value for key, value in given.items() if value is not None},
     }
-    given = {"model": model, "batch": batch}
-    meta.update({key: value for key, value in given.items() if value is not None})
     try:
         return _trace(alike, clock or (lambda host: host), meta)
     except ValueError as error:  # such as a gradient of more bytes than there are
@@ -109,33 +112,25 @@ def _trace(passes: Sequence[Pass], clock: Callable[[float], float], meta: Mappin
     return Trace(tuple(tensors), max(0.0, MICRO * median(forward)), meta)
 
 
-def _read(path: Path) -> bytes:
-    """The file, decompressed if it is a .gz; FileError if that is more than ``MAX_NBYTES``."""
+def _parsed(path: Path) -> Any:
+    """The JSON of the file, decompressed if it is a .gz; FileError if that is more than ``MAX_NBYTES``."""
     try:
         with path.open("rb") as file:
+            is_packed = file.read(2) == b"\x1f\x8b"
+        with gzip.open(path) if is_packed else path.open("rb") as file:
             content = file.read(MAX_NBYTES + 1)
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise FileError(f"{path}: begins like a .gz file but cannot be unpacked ({error}); copy it again") from error
     except (OSError, ValueError) as error:
         raise FileError(f"{path}: cannot be read ({getattr(error, 'strerror', None) or error})") from error
-    if content[:2] == b"\x1f\x8b":
-        unpacked = zlib.decompressobj(wbits=31)
-        try:
-            content = unpacked.decompress(content, MAX_NBYTES + 1)
-        except zlib.error as error:
-            raise FileError(f"{path}: begins like a .gz file but cannot be unpacked ({error})") from error
-        if not unpacked.eof and len(content) <= MAX_NBYTES:
-            raise FileError(f"{path}: is a .gz file whose end is missing; copy it again")
     if len(content) > MAX_NBYTES:
         raise FileError(f"{path}: has more than {MAX_NBYTES >> 20} MiB of JSON; profile fewer steps, five are plenty")
-    return content
-
-
-def _parsed(content: bytes, where: str) -> Any:
     try:
         return json.loads(content)
     except RecursionError as error:
-        raise FileError(f"{where}: is nested too deeply to be a profile") from error
+        raise FileError(f"{path}: is nested too deeply to be a profile") from error
     except ValueError as error:  # includes JSONDecodeError and UnicodeDecodeError
-        raise FileError(f"{where}: is not valid JSON: {str(error)[:200]}; is the file whole?") from error
+        raise FileError(f"{path}: is not valid JSON: {str(error)[:200]}; is the file whole?") from error
 
 
 def _events(raw: Iterable[Any], where: str) -> list[Event]:
@@ -144,19 +139,16 @@ def _events(raw: Iterable[Any], where: str) -> list[Event]:
     for index, event in enumerate(raw):
         if not isinstance(event, dict) or event.get("ph") != "X":
             continue
-        start, lasted = _microseconds(event.get("ts")), _microseconds(event.get("dur", 0))
-        if start is None or lasted is None or lasted < 0:
-            found = f"ts {brief(event.get('ts'))} and dur {brief(event.get('dur'))}"
+        times = [event.get("ts"), event.get("dur", 0)]
+        if not all(isinstance(at, int | float) and abs(at) < LATEST for at in times) or times[1] < 0:
+            found = f"ts {brief(times[0])} and dur {brief(event.get('dur'))}"
             raise FileError(f"{where}: event {index} has {found}, expected microseconds as two finite numbers")
+        start, end = float(times[0]), float(times[0] + times[1])
         args = event.get("args")
         thread = (str(event.get("pid")), str(event.get("tid")))
         name, kind = str(event.get("name", "")), str(event.get("cat", ""))
-        events.append(Event(name, kind, thread, start, start + lasted, args if isinstance(args, dict) else {}))
+        events.append(Event(name, kind, thread, start, end, args if isinstance(args, dict) else {}))
     return sorted(events, key=lambda event: (event.start, -event.end))
-
-
-def _microseconds(value: object) -> float | None:
-    return float(value) if isinstance(value, int | float) and abs(value) < LATEST else None
 
 
 def _passes(events: Sequence[Event], where: str) -> list[Pass]:
@@ -177,7 +169,7 @@ def _passes(events: Sequence[Event], where: str) -> list[Pass]:
         at = bisect_right(forward, previous)
         started = forward[at] if at < len(forward) and forward[at] < begin else begin
         inside = events[bisect_left(starts, begin) : bisect_right(starts, end)]
-        if gradients := _gradients(inside, where):
+        if gradients := [_gradient(event, where) for event in inside if event.name == ACCUMULATE]:
             found.append(Pass(started, begin, gradients))
         previous = end
     if not found:
@@ -201,27 +193,16 @@ def _forward(events: Sequence[Event], nodes: Sequence[Event]) -> list[float]:
     return found
 
 
-def _gradients(inside: Sequence[Event], where: str) -> list[Gradient]:
-    """Each AccumulateGrad of a backward; where shapes were not recorded, each all-reduce of DDP instead."""
-    nodes = [event for event in inside if event.name == ACCUMULATE]
-    if nodes and all(_first(event, "Input Dims") is not None for event in nodes):
-        return [_gradient(event, where) for event in nodes]
-    sent = [event for event in inside if event.name == COLLECTIVE and event.args.get("Collective name") == "allreduce"]
-    if sent and all(isinstance(event.args.get("In msg nelems"), int) for event in sent):
-        return [
-            Gradient(event.args["In msg nelems"], _dtype(event.args.get("dtype"), where), BUCKET, event.start)
-            for event in sent
-        ]
-    if nodes:
-        raise FileError(f"{where}: its gradients have no shapes, so their sizes are unknown; {HOW}")
-    return []
-
-
 def _gradient(event: Event, where: str) -> Gradient:
-    shape = _first(event, "Input Dims")
+    """What an AccumulateGrad made ready."""
+    shape, name = _first(event, "Input Dims"), _first(event, "Input type")
+    if shape is None:
+        raise FileError(f"{where}: its gradients have no shapes, so their sizes are unknown; {HOW}")
     if not isinstance(shape, list) or not all(isinstance(n, int) and not isinstance(n, bool) and n >= 0 for n in shape):
         raise FileError(f"{where}: a gradient has the shape {brief(shape)}, expected a list of whole numbers")
-    return Gradient(prod(shape), _dtype(_first(event, "Input type"), where), str(shape), event.end)
+    if (dtype := str(name).lower()) not in DTYPES:
+        raise FileError(f"{where}: a gradient has the type {brief(name)}, expected one of {', '.join(DTYPES)}")
+    return Gradient(prod(shape), dtype, str(shape), event.end)
 
 
 def _first(event: Event, what: str) -> Any:
@@ -229,28 +210,18 @@ def _first(event: Event, what: str) -> Any:
     return values[0] if isinstance(values, list) and values else None
 
 
-def _dtype(name: object, where: str) -> str:
-    found = str(name).lower()
-    if found not in DTYPES:
-        raise FileError(f"{where}: a gradient has the type {brief(name)}, expected one of {', '.join(DTYPES)}")
-    return found
-
-
 def _device_clock(events: Sequence[Event]) -> Callable[[float], float] | None:
     """From an instant of the host to when the device has done what was launched before it; None without a device.
 
     NCCL's kernels are not computation; they are on streams of their own, and left out.
     """
-    launched = {
-        e.args["correlation"]: e.start for e in events if e.kind in LAUNCHES and _is_id(e.args.get("correlation"))
-    }
+    of = [(event, event.args.get("correlation")) for event in events]
+    known = [(event, number) for event, number in of if isinstance(number, int | str)]
+    launched = {number: event.start for event, number in known if event.kind in LAUNCHES}
     work = sorted(
-        (launched[event.args["correlation"]], event.end)
-        for event in events
-        if event.kind in ON_DEVICE
-        and _is_id(event.args.get("correlation"))
-        and event.args["correlation"] in launched
-        and not event.name.lower().startswith("nccl")
+        (launched[number], event.end)
+        for event, number in known
+        if event.kind in ON_DEVICE and number in launched and not event.name.lower().startswith("nccl")
     )
     if not work:
         return None
@@ -264,31 +235,16 @@ def _device_clock(events: Sequence[Event]) -> Callable[[float], float] | None:
     return clock
 
 
-def _is_id(value: object) -> bool:
-    return isinstance(value, int | str)
-
-
 def _origin(document: Any) -> dict[str, Scalar]:
     """What the file says about where it was recorded."""
-    found: dict[str, Scalar] = {"made_by": "torch.profiler"}
-    if not isinstance(document, dict):
-        return found
-    devices, ranks = document.get("deviceProperties"), document.get("distributedInfo")
-    if isinstance(devices, list) and devices and isinstance(devices[0], dict):
-        found["device"] = str(devices[0].get("name", ""))[:80]
-    if isinstance(ranks, dict):
-        found.update({key: ranks[key] for key in ("rank", "world_size") if isinstance(ranks.get(key), int)})
-    return found
-
-
-def _said(passes: Sequence[Pass], in_all: int, on_device: bool) -> dict[str, Scalar]:
-    """What was assumed, and what such a file does not contain."""
-    buckets = passes[0].gradients[0].shape == BUCKET
-    other = f"; {in_all - len(passes)} more had other gradients and were left out" if in_all > len(passes) else ""
+    own = document if isinstance(document, dict) else {}
+    devices, ranks = own.get("deviceProperties"), own.get("distributedInfo")
+    device = (
+        devices[0].get("name", "") if isinstance(devices, list) and devices and isinstance(devices[0], dict) else None
+    )
+    known = ranks if isinstance(ranks, dict) else {}
     return {
-        "steps": len(passes),
-        "assumed": "forward begins with the first operation that autograd recorded; every backward is a step" + other,
-        "instants": "ends of kernels launched before" if on_device else "ends of AccumulateGrad on the host",
-        "not_known": "the names of parameters, so a plan from this trace cannot run on a model; what profiling cost"
-        + ("; single gradients: shapes were not recorded, so each all-reduce of DDP counts as one" if buckets else ""),
+        "made_by": "torch.profiler",
+        **({"device": str(device)[:80]} if device is not None else {}),
+        **{key: known[key] for key in ("rank", "world_size") if isinstance(known.get(key), int)},
     }

@@ -312,7 +312,7 @@ def entry_corruptions() -> Iterator[tuple[str, str, Callable[[dict[str, Any]], A
 
 
 def test_entries_of_torchs_checkpoint_are_refused_by_name(states: list[State]) -> None:
-    model = Recorder()
+    model: Any = Recorder()
     entries = {f"anabranch/rank0/{key}": value for key, value in packed(states[0])}
     CommState(model).load_state_dict(entries)
     assert bits(model.given[0]) == bits(json.loads(json.dumps({k: v for k, v in states[0].items() if k not in

@@ -5,7 +5,7 @@ from itertools import product
 
 from hypothesis import strategies as st
 
-from anabranch.lean.activations.cost_model import ACTIONS, Action, BlockCosts
+from anabranch.lean.activations.solver import ACTIONS, Action, BlockCosts
 
 INF = float("inf")
 

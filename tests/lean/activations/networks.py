@@ -7,9 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from anabranch.lean.activations.cost_model import BlockCosts
-from anabranch.lean.activations.managed import ManagedActivations, choose_activations
-from anabranch.lean.activations.profiler import BlockProfiler
+from anabranch.lean.activations.profiler import BlockProfiler, ManagedActivations
+from anabranch.lean.activations.solver import BlockCosts, choose
 
 Around = Callable[[nn.Module], AbstractContextManager[object]]
 
@@ -179,7 +178,7 @@ class SelfChoosing(ManagedActivations):
 
     def _before_forward(self, module: nn.Module, args: object) -> None:
         if torch.is_grad_enabled():
-            self.choose(lambda blocks: choose_activations(blocks, self._budget_nbytes))
+            self.choose(lambda blocks: choose(blocks, self._budget_nbytes)._asdict())
 
     def undo(self) -> None:
         super().undo()

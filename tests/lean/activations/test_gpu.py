@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from anabranch.lean.activations.blocks import END, blocks_of
-from anabranch.lean.activations.cost_model import Action
 from anabranch.lean.activations.recompute import PatchedModel, recompute
+from anabranch.lean.activations.solver import Action
 from gpu import ON_GPU, no_waiting
 from lean.activations.networks import Bottleneck, SelfChoosing, profiled_costs
 

@@ -8,9 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from anabranch.lean.activations.cost_model import Action
-from anabranch.lean.activations.managed import PROFILED_STEPS, ManagedActivations, choose_activations
-from anabranch.lean.activations.solver import BudgetError
+from anabranch.lean.activations.profiler import PROFILED_STEPS, ManagedActivations
+from anabranch.lean.activations.solver import Action, BudgetError, choose, smallest_budget
 from anabranch.lean.options import Activations
 from lean.activations.networks import (
     Attention,
@@ -79,7 +78,7 @@ def test_all_ranks_can_follow_one_choice() -> None:
 
     managed = ManagedActivations(model, "auto")
     for _ in range(4):
-        managed.choose(lambda blocks: choose_activations(blocks, ROOMY), agree)
+        managed.choose(lambda blocks: choose(blocks, ROOMY)._asdict(), agree)
         step_of(model)()
     assert managed.actions == theirs
     assert managed.choice is not None and managed.choice.actions == theirs
@@ -95,15 +94,14 @@ def test_a_budget_that_is_too_small_is_refused_in_every_forward_and_told_to_all_
 
     managed = ManagedActivations(model, "auto")
     for _ in range(PROFILED_STEPS):
-        managed.choose(lambda blocks: choose_activations(blocks, 10), agree)
+        managed.choose(lambda blocks: choose(blocks, 10)._asdict(), agree)
         step_of(model)()
     for _ in range(2):
-        with pytest.raises(BudgetError, match=r"budget_nbytes is 10: .*give at least") as caught:
-            managed.choose(lambda blocks: choose_activations(blocks, 10), agree)
+        with pytest.raises(BudgetError, match=r"keeps within 10 bytes"):
+            managed.choose(lambda blocks: choose(blocks, 10)._asdict(), agree)
     assert [list(each) for each in told] == [["wait"], ["wait"], ["error"], ["error"]]
-    least = int(str(caught.value).split("at least ")[1].split(",")[0])
-    managed.choose(lambda blocks: choose_activations(blocks, least))
-    assert managed.choice is not None and managed.choice.forecast.peak_nbytes <= least
+    managed.choose(lambda blocks: choose(blocks, smallest_budget(blocks))._asdict())
+    assert managed.choice is not None
     managed.undo()
     step_of(model)()
 
@@ -131,7 +129,7 @@ def test_a_rank_follows_where_it_would_have_found_nothing_itself() -> None:
     choice = wide.choice._asdict()
     wide.undo()
     managed = ManagedActivations(model, "auto")
-    managed.choose(lambda blocks: choose_activations(blocks, 10), lambda _: choice)  # also before it has seen anything
+    managed.choose(lambda blocks: choose(blocks, 10)._asdict(), lambda _: choice)  # also before it has seen anything
     step_of(model)()
     assert managed.choice == wide.choice
 
@@ -197,11 +195,8 @@ def test_hooks_of_the_program_go_on_while_blocks_are_profiled() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"mode": "maybe"}, "mode is 'maybe': expected one of keep, recompute, auto"),
-        ({"mode": "offload"}, "retired; use 'recompute', 'auto' with a budget, or torch.autograd.graph.save_on_cpu"),
-        ({"mode": "recompute", "budget_nbytes": 1}, "mode is 'recompute' with budget_nbytes=1: expected one with"),
-        ({"mode": "auto", "budget_nbytes": 0}, "budget_nbytes is 0"),
-        ({"mode": "auto"}, "'auto' without budget_nbytes: expected a budget"),
+        ({"mode": "offload"}, "expected keep or recompute; to move activations to the host, use torch.autograd"),
+        ({"mode": "auto", "budget_nbytes": 1 << 30}, "a budget of activations alone is retired; use Lean"),
     ],
 )
 def test_refusals(options: dict[str, Any], message: str) -> None:

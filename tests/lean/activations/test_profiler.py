@@ -6,8 +6,8 @@ from torch import nn
 from torch.nn.utils import parametrizations
 
 from anabranch.lean.activations.blocks import END
-from anabranch.lean.activations.cost_model import Action, BlockCosts, predict
 from anabranch.lean.activations.profiler import BlockProfiler
+from anabranch.lean.activations.solver import Action, BlockCosts, predict
 from lean.activations.networks import Guess, Net, one_thread, profiled_costs, step_of
 
 __all__ = ["one_thread"]

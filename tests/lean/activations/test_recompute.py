@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from anabranch.lean.activations.blocks import blocks_of
-from anabranch.lean.activations.cost_model import Action
 from anabranch.lean.activations.recompute import PatchedModel, recompute
+from anabranch.lean.activations.solver import Action
 from lean.activations.networks import (
     Attention,
     Net,
@@ -124,11 +124,11 @@ def test_evaluation_runs_as_it_is() -> None:
 @pytest.mark.parametrize(
     ("actions", "message"),
     [
-        ({"stage9.0": "keep"}, "no block is called 'stage9.0': .* stage1.0, stage1.1"),
+        ({"stage9.0": "recompute"}, "no block is called 'stage9.0': .* stage1.0, stage1.1"),
         ({"stage1.0": "forget"}, "action of block 'stage1.0' is 'forget': expected one of keep, recompute"),
         ({"stage1.1": "join"}, "block 'stage1.1' cannot join"),
         ({"stage1.2": "recompute", "stage2.0": "join"}, "block 'stage2.0' cannot join"),
-        ({"": "recompute"}, "outside all blocks is 'recompute'"),
+        ({"": "recompute"}, "no block is called ''"),
     ],
 )
 def test_refusals(actions: dict[str, Action], message: str) -> None:

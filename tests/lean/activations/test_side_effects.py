@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from anabranch.lean.activations.managed import ManagedActivations
+from anabranch.lean.activations.profiler import ManagedActivations
 from anabranch.lean.activations.solver import BudgetError
 from lean.activations.networks import SelfChoosing, one_thread
 

@@ -48,7 +48,7 @@ WRONG_VALUES = [
     ),
     (["--trace", "resnet50", "--report", "/nowhere/report.md"], "/nowhere: no such folder"),
     (["--trace", "nonsense"], "nonsense: no such file, and no trace of this name"),
-    (["--model", "resnet50", "--backend", "mpi"], "--backend is 'mpi': expected gloo or nccl"),
+    (["--model", "resnet50", "--backend", "mpi"], "'mpi' is not one of 'gloo', 'nccl'"),
     (["--trace", "resnet50", "--backend", "nccl"], "choose gloo"),
 ]
 

@@ -86,7 +86,7 @@ WRONG_OPTIONS = [
     (["--collective", "fp4"], "--collective is 'fp4': expected one of dense, bf16, int8, int4, or oktopk with"),
     (["--collective", "oktopk"], "--collective is 'oktopk': expected one of dense, bf16"),
     (["--collective", "oktopk:2"], "a density in (0, 1], such as oktopk:0.01"),
-    (["--backend", "mpi"], "--backend is 'mpi': expected gloo or nccl"),
+    (["--backend", "mpi"], "'mpi' is not one of 'gloo', 'nccl'"),
 ]
 
 

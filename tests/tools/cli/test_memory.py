@@ -1,6 +1,5 @@
 """anabranch memory: what the library predicts, and what fits."""
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,14 +10,12 @@ from anabranch.planning.memory import KINDS, Setting
 from anabranch.tools.bench import zoo
 from anabranch.tools.cli.main import main
 from anabranch.tools.cli.memory import AUTO_AS, network_of
-from anabranch.tools.predict.memory.estimator import OPTIMIZERS, in_bfloat16
+from anabranch.tools.predict.memory.estimator import OPTIMIZERS
 from anabranch.tools.predict.memory.probe import Loss, probe
 from anabranch.tools.predict.memory.training_modes import DEFAULT_MODES, modes_of, predict
 from anabranch.tools.report.documents import MemoryDocument, MemoryMode
 from anabranch.tools.report.memory import memory_tables
-from anabranch.values.files import save
 from anabranch.values.kinds.options import OkTopk
-from anabranch.values.plan import Bucket, Plan
 from tools.cli.nouns import error_of, json_of
 from tools.predict.memory.models import images
 
@@ -71,8 +68,6 @@ def document_of(**nbytes: int) -> MemoryDocument:
 def test_large_models_are_told_in_gib() -> None:
     for nbytes, unit in ((2**30, "GiB"), (2**30 - 1, "MiB")):
         assert memory_tables(document_of(ddp=nbytes))[0].title == f"m, batch 1, sgd, 2 ranks, {unit}"
-    measured = MemoryMode(kinds={"weights": 2**20}, predicted_nbytes=2**20, measured_nbytes=2**30)
-    assert memory_tables(replace(document_of(), modes={"ddp": measured}))[0].title.endswith("GiB")
 
 
 def test_the_largest_batch_looked_at_is_said(
@@ -285,21 +280,6 @@ def test_what_ones_own_function_does_wrong_is_one_error(
     assert f"{module}:{name}: " in error and says in error
 
 
-def test_a_plans_buckets(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    names = [gradient.name for gradient in probe(images(4)).gradients]
-    kinds = {}
-    for title, parts in (("one", [names]), ("each", [[name] for name in names])):
-        save(Plan(tuple(Bucket(tuple(part)) for part in parts)), tmp_path / f"{title}.json")
-        document = json_of(capsys, *ASKED, "--plan", str(tmp_path / f"{title}.json"))
-        kinds[title] = {mode: row["kinds"] for mode, row in document["modes"].items()}
-        assert any(f"buckets: those of {tmp_path}" in said for said in document["assumptions"])
-    # With one bucket there is no slot at the peak: it comes when all activations are gone.
-    assert kinds["one"]["lean"]["gradients"] < kinds["each"]["lean"]["gradients"]
-    assert kinds["one"]["ddp"] == kinds["each"]["ddp"]
-    save(Plan((Bucket(("other",)),)), tmp_path / "other.json")
-    assert "a bucket names other" in error_of(capsys, *ASKED, "--plan", str(tmp_path / "other.json"))
-
-
 def test_a_function_that_returns_something_else_is_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -406,21 +386,3 @@ def test_bf16_is_autocast(capsys: pytest.CaptureFixture[str]) -> None:
     full = json_of(capsys, *ASKED)["modes"]["ddp"]["kinds"]
     assert document["modes"]["ddp"]["kinds"]["weights"] == full["weights"]
     assert document["modes"]["ddp"]["kinds"]["activations"] < full["activations"]
-
-
-def test_pure_bf16_halves_weights_and_state_but_not_exact_residuals(capsys: pytest.CaptureFixture[str]) -> None:
-    full, pure = (json_of(capsys, *ASKED, *more)["modes"] for more in ([], ["--precision", "pure-bf16"]))
-    for kind in ("weights", "optimizer state"):
-        assert pure["ddp"]["kinds"][kind] == pytest.approx(full["ddp"]["kinds"][kind] / 2, rel=0.05)
-    assert pure["lean"]["kinds"]["residual"] == full["lean"]["kinds"]["residual"]
-    assert pure["naive sparse"]["kinds"]["residual"] == pytest.approx(
-        full["naive sparse"]["kinds"]["residual"], rel=0.05
-    )
-    document = json_of(capsys, *ASKED, "--precision", "pure-bf16")
-    assert any("optimizer's state in bfloat16" in said for said in document["assumptions"])
-
-
-def test_a_pure_build_takes_what_the_other_takes() -> None:
-    model, loss = in_bfloat16(images(2))(torch.device("cpu"))
-    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
-    assert loss(model).isfinite()

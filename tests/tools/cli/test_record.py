@@ -205,7 +205,7 @@ def test_a_device_that_is_not_there(
     output = str(tmp_path / "t.json")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert "torch sees no GPU here" in error_of(capsys, "record", "gpt2", "-o", output, "--device", "cuda")
-    assert "--device is 'tpu'" in error_of(capsys, "record", "gpt2", "-o", output, "--device", "tpu")
+    assert "'tpu' is not one of 'cpu', 'cuda'" in error_of(capsys, "record", "gpt2", "-o", output, "--device", "tpu")
     assert "--precision" in error_of(capsys, "record", "gpt2", "-o", output, "--precision", "int4")
 
 

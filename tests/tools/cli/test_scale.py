@@ -17,7 +17,7 @@ from anabranch.planning.simulator import finish_s
 from anabranch.tools.bench import zoo
 from anabranch.tools.cli import network_text
 from anabranch.tools.cli.main import main
-from anabranch.tools.cli.memory import Optimizer, estimator_of
+from anabranch.tools.cli.memory import estimator_of
 from anabranch.tools.predict.scaling.compression import priced
 from anabranch.tools.predict.scaling.result import Scaling
 from anabranch.tools.predict.scaling.sweep import sweep
@@ -119,7 +119,7 @@ def test_what_fits_decides_the_batch(
     assert said.format(**batches, oktopk=batches["oktopk:0.01"]) in told
     assert "whatever the strategy" in error_of(capsys, *argv[:-1], "1MiB")
     assert "--scaling strong" in error_of(capsys, *argv, "--scaling", "strong")
-    assert "expected one of them" in error_of(capsys, *argv, "--batch", "4")
+    assert "no --within beside it" in error_of(capsys, *argv, "--batch", "4")
 
 
 def test_what_fits_of_a_sharded_model_does_at_the_fewest_ranks(
@@ -133,7 +133,7 @@ def test_what_fits_of_a_sharded_model_does_at_the_fewest_ranks(
     argv = ["scale", "--trace", str(tmp_path / "fit.json"), "--network", "nvlink+25gbe", *FEW, "--within", "100MiB"]
     found = json_of(capsys, *argv, "--sharded", "fsdp2:reshard", "--sharded", "hsdp")
     batches = {strategy["name"]: strategy["batch"] for strategy in found["strategies"]}
-    estimator = estimator_of("resnet50", Optimizer.momentum)
+    estimator = estimator_of("resnet50", "momentum")
     for way in ("fsdp2:reshard", "hsdp"):
         expected = estimator.largest_batch(way, Setting(ranks=4, ranks_per_node=4), 100 << 20)
         assert batches[way] == expected > 0
@@ -159,16 +159,12 @@ def test_assumptions_are_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert not any("extrapolated" in said for said in here["assumptions"])
 
 
-def test_tables_show_every_planner_and_size(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_tables_show_the_best_at_every_size(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     names = "per_tensor,single,by_bytes,horovod,mgwfbp,optimal,asc,lanes"
     argv = ["scale", "--trace", trace_file(tmp_path), "--network", RING, "--planners", names, "--world-sizes", "4,2048"]
-    assert main(argv) == 0
-    out = capsys.readouterr().out
-    assert all(name in out for name in names.split(",")) and "2,048" in out
-    assert "Iteration, " in out
     assert main([*argv, "--network", "100ib"]) == 0
-    out = capsys.readouterr().out
-    assert "Iteration, " not in out and "100ib: " in out and "100ib is nominal: 5 µs a hop" in out
+    out = " ".join(capsys.readouterr().out.split())
+    assert "2,048" in out and "100ib: " in out and "100ib is nominal: 5 µs a hop" in out
 
 
 def test_a_plot_is_written_and_not_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -263,7 +259,7 @@ def test_how_lossy_plans_are_is_said(tmp_path: Path, capsys: pytest.CaptureFixtu
     ways = ["auto", "int8", "oktopk:0.2:bf16", "auto@nodes"]
     document = sparse(tmp_path, capsys, *ways)
     found = {(p["planner"], p["world_size"]): p["error"] for p in document["points"]}
-    trace, errors = small_trace(), dict.fromkeys(ways, "")
+    trace = small_trace()
     for size in (4, 16, 64):
         here = priced(network_text.network(RING).at(size), COMPRESSED)
         made = least_lossy(trace, here, fidelity.ERRORS)
@@ -271,12 +267,12 @@ def test_how_lossy_plans_are_is_said(tmp_path: Path, capsys: pytest.CaptureFixtu
         assert (
             found["optimal", size] == 0 and 0 < found["oktopk:0.2:bf16", size] <= fidelity.error_of("oktopk:0.2") / 1e6
         )
-        errors = {way: f"{errors[way]}, {found[way, size]:.2g} at {size} ranks" for way in ways}
     assert len({found["auto", size] for size in (4, 16, 64)}) == 3
     asked = [word for way in ways for word in ("--compress", way)]
     assert main(["scale", "--trace", trace_file(tmp_path), "--network", RING, *FEW, *asked]) == 0
     out = " ".join(capsys.readouterr().out.split())
-    assert f"Error, {MEANING}: auto {errors['auto'][2:]}; int8 {found['int8', 4]:.2g}" in out
+    assert f"Error: {MEANING}." in out
+    assert all(any(f" {found[way, size]:.2g} " in out for way in ways) for size in (4, 16, 64))
 
 
 def test_between_nodes_it_is_a_price_and_said_to_be_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -328,4 +324,4 @@ def test_sharded_strategies_stand_beside_the_others(capsys: pytest.CaptureFixtur
     names = [strategy["name"] for strategy in json.loads(capsys.readouterr().out)["strategies"]]
     assert names[-1] == "fsdp2:planned"
     message = error_of(capsys, *argv, "--within", "1GiB")
-    assert "the memory of --sharded fsdp2:planned is not predicted" in message
+    assert "--sharded is 'fsdp2:planned': expected one of fsdp2, " in message

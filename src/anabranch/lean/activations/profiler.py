@@ -1,8 +1,12 @@
-"""Measures what each block saves and how long it computes, in steps that need little memory."""
+"""Activations of a live model kept, recomputed, or a mix chosen from what its own first steps show.
 
-from collections.abc import Callable, Mapping
+Those steps need little memory: what each block saves, and how long it computes, is measured one block at a time.
+"""
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Never, Self
 
 import torch
@@ -11,14 +15,23 @@ from torch._compile import _disable_dynamo
 from torch.autograd import Variable
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from anabranch.lean.activations.blocks import END, REST, Block, blocks_of
-from anabranch.lean.activations.cost_model import Action, BlockCosts
-from anabranch.lean.activations.recompute import BlockRange, PatchedModel
-from anabranch.lean.activations.side_effects import NoSideEffects, copy_containers
+from anabranch.lean.activations.recompute import BlockRange, PatchedModel, no_side_effects, recompute
+from anabranch.lean.activations.solver import Action, BlockCosts, BudgetError, Choice, Forecast
+from anabranch.lean.options import Mode
 from anabranch.observe.clock import Clock, clock_for
 from anabranch.observe.step_timer import StepObserver, StepTimer, tensors_in
 from anabranch.planning.memory import CONVOLUTION_WORKSPACE
+
+log = logging.getLogger("anabranch")
+
+PROFILED_STEPS = 2  # the first also warms up
+
+ChoiceMessage = dict[str, Any]  # a choice, or why there is none yet or at all, as a JSON document
+Agree = Callable[[ChoiceMessage], ChoiceMessage]
+Choosing = Callable[[Sequence[BlockCosts]], ChoiceMessage]
 
 KEEPS_STATE = (
     "if it keeps something for later, such as a cache of keys and values, it cannot be recomputed. Switch that off (in "
@@ -33,42 +46,46 @@ class SavedBytes:
 
     def __init__(self, *modules: nn.Module) -> None:
         self.by_storage: dict[StorageWeakRef, int] = {}  # weak, so that no other storage gets the same address
-        self.nbytes = 0
-        self.largest_nbytes = 0  # since it was last set to 0
         held = (tensor for module in modules for tensor in (*module.parameters(), *module.buffers()))
         self._persistent = {StorageWeakRef(tensor.untyped_storage()) for tensor in held}
 
-    def count(self, tensor: torch.Tensor) -> None:
-        """Count the storage of a tensor that autograd saves."""
+    def count(self, tensor: torch.Tensor) -> int:
+        """Count the storage of a tensor that autograd saves; returns its bytes, or 0 if it was counted before."""
         storage = StorageWeakRef(tensor.untyped_storage())
-        if storage not in self._persistent and storage not in self.by_storage:
-            self.by_storage[storage] = nbytes = tensor.untyped_storage().nbytes()
-            self.nbytes += nbytes
-            self.largest_nbytes = max(self.largest_nbytes, nbytes)
+        if storage in self._persistent or storage in self.by_storage:
+            return 0
+        self.by_storage[storage] = nbytes = tensor.untyped_storage().nbytes()
+        return nbytes
+
+
+@dataclass
+class Saved:
+    """What autograd saves in a part of a forward: all bytes, and the largest tensor.
+
+    convolved_nbytes   the tensors of its largest convolution
+    """
+
+    nbytes: int = 0
+    largest_nbytes: int = 0
+    convolved_nbytes: int = 0
+
+    def add(self, other: "Saved") -> None:
+        """Include another part."""
+        self.nbytes += other.nbytes
+        self.largest_nbytes = max(self.largest_nbytes, other.largest_nbytes)
+        self.convolved_nbytes = max(self.convolved_nbytes, other.convolved_nbytes)
 
 
 @dataclass
 class BlockProfile:
-    """Measurements of one block in one step, over all its runs so far."""
+    """Measurements of one block in one step, over all its runs so far; ``saved`` without its inputs."""
 
     block: Block
-    runs: list[tuple[object, object]]  # clock marks at the start and the end of each run
-    inner_nbytes: int
-    input_nbytes: int
-    saved_output_nbytes: int
-    largest_nbytes: int
-    recomputes: bool
-    workspace_nbytes: int = 0  # of its convolutions
-    gradient_ready: object | None = None  # clock mark when the gradient of its output was ready
-
-    def add_earlier_runs(self, earlier: "BlockProfile") -> None:
-        """Include the runs before this one, of a layer that is used again or of another forward in the same step."""
-        self.runs = [*earlier.runs, *self.runs]
-        self.recomputes &= earlier.recomputes
-        self.inner_nbytes += earlier.inner_nbytes
-        self.input_nbytes += earlier.input_nbytes
-        self.largest_nbytes = max(self.largest_nbytes, earlier.largest_nbytes)
-        self.workspace_nbytes = max(self.workspace_nbytes, earlier.workspace_nbytes)
+    runs: list[tuple[object, object]] = field(default_factory=list)  # clock marks at the start and the end of each run
+    saved: Saved = field(default_factory=Saved)
+    input_nbytes: int = 0
+    saved_output_nbytes: int = 0  # of the last run
+    recomputes: bool = True
 
 
 class BlockProfiler(StepObserver):
@@ -91,23 +108,13 @@ class BlockProfiler(StepObserver):
         self.steps = 0  # whose backward is over
         self._device = parameter.device
         self._clock: Clock = clock or clock_for(self._device)
-        self._profiles: dict[str, BlockProfile] = {}
-        self._previous: tuple[BlockProfile, set[StorageWeakRef]] | None = None  # the block before, and its output
-        self._gradients: list[tuple[str, object]] = []  # blocks and clock marks in the order of backward
-        self._in_backward = False
-        self._backward_end: object | None = None
         self._model = model
-        self._outside = SavedBytes(model)  # what is saved in this step; of recomputed blocks their inputs
-        self._in_blocks_nbytes = 0  # of it in blocks
-        self._rest_nbytes = 0  # of it outside all blocks, before the end of the last one
-        self._end_nbytes = 0  # and after it
-        self._largest_before_nbytes = 0  # the largest storage saved before the first block
-        self._largest_after_nbytes = 0  # and after the last one
+        self._backward_end: object | None = None
+        self._previous: tuple[BlockProfile, set[StorageWeakRef]] | None = None  # the block before, and its output
+        self._part = Saved()  # since a block began or ended
+        self._new_step()
         usual = CONVOLUTION_WORKSPACE if self._device.type == "cuda" else 0.0
         self._convolution_workspace = usual if convolution_workspace is None else convolution_workspace
-        self._convolved_nbytes = 0  # tensors of the largest convolution, since a block began or ended
-        self._rest_convolved_nbytes = 0  # the same outside all blocks, before the end of the last one
-        self._end_convolved_nbytes = 0  # and after it
         actions: dict[str, Action] = {block.name: "recompute" for block in blocks_of(model)}
         self._patched = PatchedModel(model, actions, self._run_profiled)
         if not self._patched.patches(model):  # else nothing is outside
@@ -141,13 +148,12 @@ class BlockProfiler(StepObserver):
         backward_s: dict[str, float] = {}  # with the recomputation
         for number, (name, _) in enumerate(self._gradients):
             backward_s[name] = backward_s.get(name, 0.0) + self._clock.elapsed_s(marks[number], marks[number + 1])
-        rest_work = WORK_TENSORS * self._largest_before_nbytes + self._workspace_nbytes(self._rest_convolved_nbytes)
-        end_work = WORK_TENSORS * self._largest_after_nbytes + self._workspace_nbytes(self._end_convolved_nbytes)
-        return [
-            BlockCosts(REST, 0.0, 0.0, self._rest_nbytes, 0, recomputes=False, work_nbytes=rest_work),
-            *(self._costs_of(profile, backward_s.get(name, 0.0)) for name, profile in self._profiles.items()),
-            BlockCosts(END, 0.0, 0.0, self._end_nbytes, 0, recomputes=False, work_nbytes=end_work),
-        ]
+        rest, end = (
+            BlockCosts(name, 0.0, 0.0, saved.nbytes, 0, recomputes=False, work_nbytes=self._work_nbytes(saved))
+            for name, saved in ((REST, self._rest), (END, self._end))
+        )
+        profiles = self._profiles.items()
+        return [rest, *(self._costs_of(profile, backward_s.get(name, 0.0)) for name, profile in profiles), end]
 
     def _costs_of(self, profile: BlockProfile, backward_s: float) -> BlockCosts:
         forward_s = sum(self._clock.elapsed_s(*run) for run in profile.runs)
@@ -155,13 +161,16 @@ class BlockProfiler(StepObserver):
             profile.block.name,
             forward_s,
             max(backward_s - forward_s, 0.0),
-            profile.inner_nbytes,
+            profile.saved.nbytes,
             profile.input_nbytes,
             profile.block.joins and len(profile.runs) == 1,
             profile.recomputes,
-            WORK_TENSORS * profile.largest_nbytes + profile.workspace_nbytes,
+            self._work_nbytes(profile.saved),
             runs=len(profile.runs),
         )
+
+    def _work_nbytes(self, saved: Saved) -> int:
+        return WORK_TENSORS * saved.largest_nbytes + int(self._convolution_workspace * saved.convolved_nbytes)
 
     def _convolved(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: torch.Tensor
@@ -172,11 +181,7 @@ class BlockProfiler(StepObserver):
         """
         weights = [parameter for name, parameter in module.named_parameters() if not name.endswith("bias")]
         given = [tensor for tensor in (*args, *kwargs.values()) if isinstance(tensor, torch.Tensor)]
-        nbytes = output.nbytes + 2 * sum(tensor.nbytes for tensor in (*given, *weights))
-        self._convolved_nbytes = max(self._convolved_nbytes, nbytes)
-
-    def _workspace_nbytes(self, convolved_nbytes: int) -> int:
-        return int(self._convolution_workspace * convolved_nbytes)
+        self._part.add(Saved(convolved_nbytes=output.nbytes + 2 * sum(tensor.nbytes for tensor in (*given, *weights))))
 
     def _run_outside(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Run the model's own forward, and count what it saves outside its blocks."""
@@ -184,11 +189,12 @@ class BlockProfiler(StepObserver):
         if not torch.is_grad_enabled() or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
             return function(*args, **kwargs)
 
-        def pack(tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
-            self._outside.count(tensor)
-            return tensor.detach(), tensor._version  # the tensor itself would make a cycle with its graph
+        def pack(tensor: torch.Tensor) -> torch.Tensor:
+            nbytes = self._saved.count(tensor)
+            self._part.add(Saved(nbytes, nbytes))
+            return tensor.detach()  # the tensor itself would make a cycle with its graph
 
-        with saved_tensors_hooks(pack, _unchanged):
+        with saved_tensors_hooks(pack, lambda tensor: tensor):
             return function(*args, **kwargs)
 
     def _run_profiled(
@@ -197,16 +203,18 @@ class BlockProfiler(StepObserver):
         """Run a block twice: once to measure it, once for its result."""
         if not torch.is_grad_enabled():
             return function(*args, **kwargs)
+        self._rest.add(self._part)
         block = blocks.blocks[0]
         profile = self._measured_run(block, function, args, kwargs)
         blocks.action = "recompute" if profile.recomputes else "keep"
-        before_nbytes = self._outside.nbytes
+        self._part = Saved()
         try:
             output = blocks.run(function, args, kwargs)
         except RuntimeError as error:
             error.add_note(f"block {block.name!r} was run twice, to measure it: {KEEPS_STATE}")
             raise
-        self._in_blocks_nbytes += self._outside.nbytes - before_nbytes
+        profile.saved.add(Saved(convolved_nbytes=self._part.convolved_nbytes))
+        self._part = Saved()
         self._block_ran(profile, output)
         return output
 
@@ -214,93 +222,78 @@ class BlockProfiler(StepObserver):
         self, block: Block, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> BlockProfile:
         """Run a block only to measure it; its output is dropped."""
-        if not self._profiles:
-            self._largest_before_nbytes = self._outside.largest_nbytes
-        self._rest_convolved_nbytes = max(self._rest_convolved_nbytes, self._convolved_nbytes)
-        self._convolved_nbytes = 0
         inputs = {StorageWeakRef(tensor.untyped_storage()): tensor for tensor in tensors_in((args, kwargs))}
         versions = [tensor._version for tensor in inputs.values()]
-        saved, no_side_effects = SavedBytes(*block.modules), NoSideEffects(block.modules)
+        saved = SavedBytes(*block.modules)
 
         def is_used(packed: object) -> Never:  # noqa: ARG001 - nothing of this run is differentiated
             raise RuntimeError(
                 f"block {block.name!r} was run twice, and something of its first run is used: {KEEPS_STATE}"
             )
 
-        own_args, own_kwargs = copy_containers(args, kwargs)
-        devices = [self._device] if self._device.type == "cuda" else []
-        with torch.random.fork_rng(devices), no_side_effects, saved_tensors_hooks(saved.count, is_used):
+        own_args, own_kwargs = tree_unflatten(*tree_flatten((args, dict(kwargs))))  # lists and dicts of its own
+        fork = torch.random.fork_rng([self._device] if self._device.type == "cuda" else [])
+        with fork, no_side_effects(block.modules) as buffers, saved_tensors_hooks(saved.count, is_used):
             start = self._clock.mark()
             output = function(*own_args, **own_kwargs)
             end = self._clock.mark()
+            recomputes = buffers.changed() is None
         if versions != [tensor._version for tensor in inputs.values()]:
             raise ValueError(
                 f"block {block.name!r} changes its input in place, so it cannot be recomputed from it: expected an "
                 "input that stays as it is; make its first operation one that is not in place"
             )
         input_nbytes = sum(tensor.untyped_storage().nbytes() for tensor in inputs.values())
+        if self._previous is not None and not self._previous[1].isdisjoint(inputs):
+            before = self._previous[0]  # what it has saved of its output is counted once, as the input of this block
+            before.saved.nbytes -= min(before.saved_output_nbytes, input_nbytes)
         outputs = {StorageWeakRef(tensor.untyped_storage()): tensor for tensor in tensors_in(output)}
         inner_nbytes = {storage: nbytes for storage, nbytes in saved.by_storage.items() if storage not in inputs}
         output_nbytes = [tensor.untyped_storage().nbytes() for tensor in outputs.values()]
-        profile = BlockProfile(
-            block,
-            [(start, end)],
-            inner_nbytes=sum(inner_nbytes.values()),
-            input_nbytes=input_nbytes,
-            saved_output_nbytes=sum(nbytes for storage, nbytes in inner_nbytes.items() if storage in outputs),
-            largest_nbytes=max([saved.largest_nbytes, *output_nbytes]),
-            recomputes=no_side_effects.changed is None,
-        )
-        if self._previous is not None and not self._previous[1].isdisjoint(inputs):
-            before = self._previous[0]  # what it has saved of its output is counted once, as the input of this block
-            before.inner_nbytes -= min(before.saved_output_nbytes, input_nbytes)
-        if (earlier := self._profiles.get(block.name)) is not None:
-            profile.add_earlier_runs(earlier)
-        self._profiles[block.name] = profile
+        profile = self._profiles.setdefault(block.name, BlockProfile(block))
+        profile.runs.append((start, end))
+        profile.saved.add(Saved(sum(inner_nbytes.values()), max([0, *saved.by_storage.values(), *output_nbytes])))
+        profile.input_nbytes += input_nbytes
+        profile.saved_output_nbytes = sum(nbytes for storage, nbytes in inner_nbytes.items() if storage in outputs)
+        profile.recomputes &= recomputes
         return profile
 
     def _block_ran(self, profile: BlockProfile, output: Any) -> None:
         """Note a run that was for the result."""
         returned = tensors_in(output)
         self._previous = (profile, {StorageWeakRef(tensor.untyped_storage()) for tensor in returned})
-        self._rest_nbytes = self._outside.nbytes - self._in_blocks_nbytes - self._end_nbytes
-        self._outside.largest_nbytes = 0
-        profile.workspace_nbytes = max(profile.workspace_nbytes, self._workspace_nbytes(self._convolved_nbytes))
-        self._convolved_nbytes = 0
+        is_first = True  # of the gradients of these tensors
 
         def gradient_is_ready(gradient: torch.Tensor) -> None:  # noqa: ARG001
-            if profile.gradient_ready is None:
-                profile.gradient_ready = self._clock.mark()
+            nonlocal is_first
+            if is_first:
+                is_first = False
+                self._gradients.append((profile.block.name, self._clock.mark()))
                 self._backward_begins()
-                self._gradients.append((profile.block.name, profile.gradient_ready))
 
         for tensor in returned:
             if tensor.grad_fn is not None:
                 tensor.register_hook(gradient_is_ready)
+
+    def _new_step(self) -> None:
+        self._in_backward = False
+        self._profiles: dict[str, BlockProfile] = {}
+        self._gradients: list[tuple[str, object]] = []  # blocks and clock marks in the order of backward
+        self._saved = SavedBytes(self._model)  # by the model's own forward; of recomputed blocks their inputs
+        self._rest, self._end = Saved(), Saved()  # outside all blocks, before the end of the last one and after it
 
     @_disable_dynamo
     def _forward_begins(self, module: nn.Module, args: object) -> None:  # noqa: ARG002
         if not torch.is_grad_enabled():
             return
         if self._in_backward:  # the profiles are of another step
-            self._profiles = {}
-            self._gradients = []
-            self._in_backward = False
-        if not self._profiles:
-            self._outside = SavedBytes(self._model)
-            self._in_blocks_nbytes = self._rest_nbytes = self._end_nbytes = 0
-            self._rest_convolved_nbytes = 0
+            self._new_step()
         self._previous = None
-        self._outside.largest_nbytes = 0
-        self._convolved_nbytes = 0
+        self._part = Saved()
 
     def on_forward_end(self, averaged: bool) -> Callable[[], None]:  # noqa: ARG002
-        outside_nbytes = self._outside.nbytes - self._in_blocks_nbytes
-        if self._previous is None:  # a model without blocks has no end
-            self._rest_nbytes = outside_nbytes - self._end_nbytes
-        self._end_nbytes = outside_nbytes - self._rest_nbytes
-        self._largest_after_nbytes = self._outside.largest_nbytes
-        self._end_convolved_nbytes = self._convolved_nbytes
+        (self._rest if self._previous is None else self._end).add(self._part)  # a model without blocks has no end
+        self._part = Saved()
         return self._backward_begins  # blocks may get no gradient
 
     def _backward_begins(self) -> None:
@@ -313,13 +306,60 @@ class BlockProfiler(StepObserver):
         self.steps += 1
 
 
-def _unchanged(saved: tuple[torch.Tensor, int]) -> torch.Tensor:
-    """The saved tensor. Under hooks torch does not check for changes in place, so this does."""
-    tensor, version = saved
-    if tensor._version != version:
-        raise RuntimeError(
-            f"a tensor of shape {tuple(tensor.shape)} that backward needs has been modified by an inplace operation "
-            f"since it was saved: it is at version {tensor._version}, expected {version}; use the operation that is "
-            "not in place, or clone first"
-        )
-    return tensor
+class ManagedActivations:
+    """A model whose activations are managed by a mode until ``undo()``.
+
+    In mode "auto" the first steps are profiled, with as little memory as possible. The wrapper calls ``choose()``
+    before each forward, on all ranks, until there is a ``choice``, which all ranks follow; ``agreed`` is its message.
+    """
+
+    def __init__(self, model: nn.Module, mode: Mode) -> None:
+        self.choice: Choice | None = None
+        self.agreed: ChoiceMessage = {}
+        self._model = model
+        self._patched = recompute(model) if mode == "recompute" else None
+        self._profiler = BlockProfiler(model) if mode == "auto" else None
+
+    @property
+    def actions(self) -> dict[str, Action]:
+        """The action of each block; empty while all are kept or profiled."""
+        return {} if self._patched is None else dict(self._patched.actions)
+
+    def undo(self) -> None:
+        """Leave the model as it was."""
+        for patches in (self._patched, self._profiler):
+            if patches is not None:
+                patches.undo()
+        self._patched = self._profiler = None
+
+    def choose(self, choosing: Choosing, agree: Agree = dict) -> None:
+        """Choose the mix if enough steps were profiled.
+
+        ``choosing`` returns what this rank would choose, by the costs of its blocks. ``agree`` turns it into the choice
+        of all ranks, which must recompute alike where a block communicates, as SyncBatchNorm does. Raises BudgetError,
+        in every call, if no mix keeps within the budget.
+        """
+        if self._profiler is None:
+            return
+        enough = self._profiler.steps >= PROFILED_STEPS
+        agreed = agree(_own_choice(self._profiler, choosing) if enough else {"wait": True})
+        if "wait" in agreed:
+            return
+        if "error" in agreed:
+            raise BudgetError(agreed["error"])
+        self.agreed = agreed
+        self.choice = Choice(agreed["actions"], Forecast(*agreed["forecast"]))
+        self._profiler.undo()
+        self._profiler = None
+        self._patched = PatchedModel(self._model, self.choice.actions)
+
+
+def _own_choice(profiler: BlockProfiler, choosing: Choosing) -> ChoiceMessage:
+    """Return this rank's choice, or why none is possible: ranks must agree on that, too, or one would wait."""
+    try:
+        return choosing(profiler.costs())
+    except BudgetError as error:
+        return {"error": str(error)}
+    except Exception as error:
+        log.exception("anabranch: choosing which activations are recomputed has failed")
+        return {"error": f"choosing which activations are recomputed failed: {type(error).__name__}: {error}"}

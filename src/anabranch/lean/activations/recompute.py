@@ -1,21 +1,109 @@
-"""Carries out the actions chosen for a model's blocks by replacing their forward: no wrappers, so no names change."""
+"""Carries out the actions chosen for a model's blocks by replacing their forward: no wrappers, so no names change.
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+A block that is run a second time leaves no trace: on statistics, buffers, other code's hooks, and its arguments.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 from torch._compile import _disable_dynamo
+from torch.nn.modules.batchnorm import _NormBase
+from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
-from anabranch.lean.activations.blocks import END, REST, Block, blocks_of
-from anabranch.lean.activations.cost_model import ACTIONS, Action
-from anabranch.lean.activations.side_effects import BufferSnapshot, FrozenStatistics, ReplayableCall
+from anabranch.lean.activations.blocks import Block, blocks_of
+from anabranch.lean.activations.solver import ACTIONS, Action
 
 COMPILED = "_compiled_call_impl"  # of torch: the attribute that module.compile() sets, and that a call runs
 Run = Callable[[Callable[..., Any], tuple[Any, ...], Mapping[str, Any]], Any]  # calls a function with its arguments
+
+
+class FrozenStatistics:
+    """A context in which norms compute as in training but update zeros in place of their running statistics.
+
+    With no statistics at all, autograd would save fewer tensors than in the forward, and torch's checkpoint would
+    refuse that.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        self._norms = [inner for module in modules for inner in module.modules() if isinstance(inner, _NormBase)]
+        self._replaced: dict[nn.Module, dict[str, torch.Tensor | None]] = {}
+
+    def __enter__(self) -> None:
+        for norm in self._norms:
+            if norm.training and norm.track_running_stats and norm not in self._replaced:
+                own = self._replaced[norm] = dict(norm._buffers)
+                norm._buffers.update((n, None if b is None else torch.zeros_like(b)) for n, b in own.items())
+
+    def __exit__(self, *exception: object) -> None:
+        for norm, own in self._replaced.items():
+            norm._buffers.update(own)
+        self._replaced = {}
+
+
+class BufferState(NamedTuple):
+    """A buffer at the time of a snapshot; ``owner`` is the table of its module."""
+
+    owner: dict[str, torch.Tensor | None]
+    name: str
+    path: str
+    buffer: torch.Tensor
+    version: int
+    content: torch.Tensor
+
+
+class BufferSnapshot:
+    """The buffers of modules as they are now, except for statistics of norms, which ``FrozenStatistics`` protects."""
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        self._states = [
+            BufferState(inner._buffers, name, f"{prefix}.{name}".lstrip("."), buffer, buffer._version, buffer.clone())
+            for module in modules
+            for prefix, inner in module.named_modules()
+            if not isinstance(inner, _NormBase)
+            for name, buffer in inner._buffers.items()
+            if buffer is not None
+        ]
+
+    def changed(self) -> str | None:
+        """Return the name of a buffer that was replaced or written to since the snapshot; None if there is none."""
+        for state in self._states:
+            if state.owner.get(state.name) is not state.buffer or state.buffer._version != state.version:
+                return state.path
+        return None
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Give the modules these buffers back, with the contents of then."""
+        for state in self._states:
+            state.owner[state.name] = state.buffer
+            state.buffer.copy_(state.content)
+
+
+@contextmanager
+def no_side_effects(modules: Sequence[nn.Module]) -> Iterator[BufferSnapshot]:
+    """A context in which a run of modules changes neither statistics nor buffers and calls no forward hooks.
+
+    Others use forward hooks to capture outputs. Yields the buffers as they were, which are restored at the end.
+    """
+    inner = dict.fromkeys(inner for module in modules for inner in module.modules())
+    hooks = {module: module._forward_hooks for module in inner}
+    buffers = BufferSnapshot(modules)
+    for module in inner:
+        module._forward_hooks = OrderedDict()
+    try:
+        with FrozenStatistics(modules):
+            yield buffers
+    finally:
+        for module, own in hooks.items():
+            module._forward_hooks = own
+        if buffers.changed() is not None:
+            buffers.restore()
 
 
 class BlockRange:
@@ -24,7 +112,7 @@ class BlockRange:
     def __init__(self, action: Action, blocks: Sequence[Block]) -> None:
         self.action = action
         self.blocks = list(blocks)
-        self._statistics: FrozenStatistics | None = None  # made in the first run
+        self._checked = False  # whether recomputing them gives the same again
 
     @property
     def modules(self) -> list[nn.Module]:
@@ -35,17 +123,24 @@ class BlockRange:
         """Call a function that runs the blocks, and carry out the action; without gradients, only call it."""
         if not torch.is_grad_enabled() or self.action == "keep":
             return function(*args, **kwargs)
-        buffers = BufferSnapshot(self.modules) if self._statistics is None else None  # checked in the first run only
-        statistics = self._statistics = self._statistics or FrozenStatistics(self.modules)
-        call = ReplayableCall(function, args, kwargs)  # so that no keyword can clash with one of checkpoint's own
-        output = checkpoint(
-            call, *call.take_tensors(), use_reentrant=False, context_fn=lambda: (nullcontext(), statistics)
-        )
+        buffers = None if self._checked else BufferSnapshot(self.modules)
+        # checkpoint keeps tensors that it is given one by one, and checks that nothing changes them until backward.
+        leaves, structure = tree_flatten((args, dict(kwargs)))
+        first = [(args, kwargs)]
+
+        def call(*leaves: Any) -> Any:
+            # The first call gets the original lists, since a function may append to them; a later one its own.
+            own_args, own_kwargs = first.pop() if first else tree_unflatten(list(leaves), structure)
+            return function(*own_args, **own_kwargs)
+
+        contexts = nullcontext(), FrozenStatistics(self.modules)
+        output = checkpoint(call, *leaves, use_reentrant=False, context_fn=lambda: contexts)
         if buffers is not None and (changed := buffers.changed()) is not None:
             raise ValueError(
                 f"block {self.blocks[0].name!r} changes its buffer {changed!r} in forward, so that computing it "
-                "again gives something else: use Activations with mode 'keep' or 'auto'"
+                "again gives something else: use Activations with mode 'keep', or Lean(within=...), which keeps it"
             )
+        self._checked = True
         return output
 
 
@@ -65,25 +160,14 @@ class ModuleForward:
         return self._run(self._compiled or partial(type(self._module).forward, self._module), args, kwargs)
 
 
-class CompiledCall:
-    """Replaces what ``module.compile()`` has made. While that runs, the module has the forward that was compiled."""
-
-    def __init__(self, module: nn.Module, run: Run, compiled: Callable[..., Any]) -> None:
-        self._module = module
-        self._run = run
-        self._compiled = compiled
-
-    @_disable_dynamo
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._run(self._run_compiled, args, kwargs)
-
-    def _run_compiled(self, *args: Any, **kwargs: Any) -> Any:
-        replaced = self._module.__dict__.pop("forward", None)  # None: in a backward after undo()
-        try:
-            return self._compiled(*args, **kwargs)
-        finally:
-            if replaced is not None:
-                self._module.__dict__["forward"] = replaced
+def _run_compiled(module: nn.Module, compiled: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call what ``module.compile()`` has made, while the module has the forward that was compiled."""
+    replaced = module.__dict__.pop("forward", None)  # None: in a backward after undo()
+    try:
+        return compiled(*args, **kwargs)
+    finally:
+        if replaced is not None:
+            module.__dict__["forward"] = replaced
 
 
 class SequentialForward:
@@ -158,7 +242,8 @@ class PatchedModel:
         self.patch_forward(module, run)  # all that torch looks at where it compiles what calls the module
         compiled = module.__dict__.get(COMPILED)
         if compiled is not None:
-            self._replace(module, COMPILED, CompiledCall(module, run, compiled), compiled)
+            ours = ModuleForward(module, run, partial(_run_compiled, module, compiled))
+            self._replace(module, COMPILED, ours, compiled)
 
     def patch_forward(self, module: nn.Module, run: Run) -> None:
         """Let ``run`` call the module's forward."""
@@ -185,17 +270,15 @@ def recompute(model: nn.Module) -> PatchedModel:
 
 
 def _check(blocks: Mapping[str, Block], actions: Mapping[str, Action]) -> None:
+    """Raise ValueError unless these blocks can have these actions; what is outside all blocks can only be kept."""
+    known, before = ", ".join(blocks) or "none: it has no repeated blocks", "keep"
     for name, action in actions.items():
-        if name in (REST, END) and action != "keep":
-            raise ValueError(f"action of what is outside all blocks is {action!r}: expected 'keep'")
-        if name not in (REST, END) and name not in blocks:
-            known = ", ".join(blocks) or "none: it has no repeated blocks"
-            raise ValueError(f"no block is called {name!r}: expected one of blocks_of(model), which are {known}")
         if action not in ACTIONS:
             raise ValueError(f"action of block {name!r} is {action!r}: expected one of {', '.join(ACTIONS)}")
-    before: Action | None = None
+        if action != "keep" and name not in blocks:
+            raise ValueError(f"no block is called {name!r}: expected one of blocks_of(model), which are {known}")
     for name, block in blocks.items():
-        chosen = actions.get(name)
-        if chosen == "join" and not (block.joins and before in ("recompute", "join")):
+        action = actions.get(name, "keep")
+        if action == "join" and not (block.joins and before != "keep"):
             raise ValueError(f"block {name!r} cannot join the one before it: expected that to be recomputed too")
-        before = chosen
+        before = action

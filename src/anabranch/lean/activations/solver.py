@@ -1,14 +1,18 @@
 """Which action each block gets, so that a step stays within a budget of bytes at the least predicted extra time."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from math import ceil
-from typing import NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import numpy as np
 
-from anabranch.lean.activations.cost_model import Action, BlockCosts, Forecast, predict
-from anabranch.values.checks import check_nbytes
-
+# What is done with a block's activations between its forward and its backward:
+#   keep        they stay on the device
+#   recompute   only the block's input stays, and backward runs its forward again
+#   join        recomputed in one run with the block before, which needs no input of its own
+Action = Literal["keep", "recompute", "join"]
+ACTIONS: tuple[Action, ...] = get_args(Action)
 RESOLUTION = 1 << 14  # parts of the budget in which bytes are counted, rounded up
 
 
@@ -16,11 +20,74 @@ class BudgetError(ValueError):
     """No choice of actions keeps within the budget."""
 
 
+@dataclass(frozen=True)
+class BlockCosts:
+    """Bytes and seconds of one block of a model, which gets one action as a whole.
+
+    forward_s, backward_s   its compute time, without any recomputation
+    inner_nbytes            what autograd saves in it and no other block needs
+    input_nbytes            its input, from which it can be recomputed
+    joins                   whether it can be recomputed in one run with the block before
+    recomputes              whether it can be recomputed at all
+    work_nbytes             gradients of activations that live only while it is differentiated
+    runs                    how often it runs in a forward, each run differentiated by itself; bytes and seconds are
+                            of all runs together
+    """
+
+    name: str
+    forward_s: float
+    backward_s: float
+    inner_nbytes: int
+    input_nbytes: int
+    joins: bool = False
+    recomputes: bool = True
+    work_nbytes: int = 0
+    runs: int = 1
+
+    @property
+    def nbytes(self) -> int:
+        """All that autograd has saved in it, its input included."""
+        return self.inner_nbytes + self.input_nbytes
+
+    @property
+    def recomputed_nbytes(self) -> int:
+        """What recomputing it brings back while one run of it is differentiated."""
+        return self.inner_nbytes // self.runs
+
+
+class Forecast(NamedTuple):
+    """Predicted extra seconds of a step, and peak bytes of activations on the device."""
+
+    extra_s: float
+    peak_nbytes: int
+
+
 class Choice(NamedTuple):
     """An action for every block, and its forecast."""
 
     actions: dict[str, Action]
     forecast: Forecast
+
+
+def predict(blocks: Sequence[BlockCosts], actions: Mapping[str, Action]) -> Forecast:
+    """Forecast one step with an action for every block; ``blocks`` are in the order of forward."""
+    extra_s = sum(block.forward_s for block in blocks if actions.get(block.name, "keep") != "keep")
+    return Forecast(extra_s, max(in_use(blocks, actions).values(), default=0))
+
+
+def in_use(blocks: Sequence[BlockCosts], actions: Mapping[str, Action]) -> dict[str, int]:
+    """Bytes of activations on the device while each block is differentiated, by its name."""
+    kept = recomputed = 0  # what stays of the blocks so far, and what is recomputed of this run of joined blocks
+    found = {}
+    for block in blocks:
+        action = actions.get(block.name, "keep")  # a block that did not run on rank 0, which has chosen
+        if action == "join":
+            recomputed += block.nbytes
+        else:
+            kept += block.nbytes if action == "keep" else block.input_nbytes
+            recomputed = 0 if action == "keep" else block.recomputed_nbytes
+        found[block.name] = kept + recomputed + block.work_nbytes
+    return found
 
 
 class _Run(NamedTuple):
@@ -45,7 +112,6 @@ def choose(blocks: Sequence[BlockCosts], budget_nbytes: int) -> Choice:
 
         least[j, k + kept(run)] = min over runs of blocks i … j−1 of least[i, k] + extra(run), if k ≤ most(run)
     """
-    _check(blocks, budget_nbytes)
     kept: dict[str, Action] = {block.name: "keep" for block in blocks}
     if (forecast := predict(blocks, kept)).peak_nbytes <= budget_nbytes:  # nothing is faster
         return Choice(kept, forecast)
@@ -109,11 +175,3 @@ def _runs_from(blocks: Sequence[BlockCosts], first: int, budget_nbytes: int, uni
         if most_units < 0:
             return
         yield _Run(first, end, True, units, most_units, extra_s)
-
-
-def _check(blocks: Sequence[BlockCosts], budget_nbytes: int) -> None:
-    check_nbytes("budget_nbytes", budget_nbytes)
-    names = [block.name for block in blocks]
-    twice = next((name for name in names if names.count(name) > 1), None)
-    if twice is not None:
-        raise ValueError(f"two blocks are called {twice!r}: expected a name for each")

@@ -1,1 +1,1 @@
-"""The command line: one file per verb, each reading nouns and printing or writing one."""
+"""The command line: verbs that read nouns and print or write one."""

@@ -12,18 +12,9 @@ from anabranch.fsdp.planning.values import FORMATS
 from anabranch.tools.cli import network_text
 from anabranch.tools.network_presets import PRESETS, NetworkRange
 from anabranch.tuning.plan_cache import FORMAT, Entry
+from anabranch.values import files
 from anabranch.values.errors import FileError
-from anabranch.values.files import (
-    KINDS,
-    Noun,
-    bundled_traces,
-    load,
-    load_bundled_trace,
-    opened,
-    parse_json,
-    read_bytes,
-    validated,
-)
+from anabranch.values.files import KINDS, Noun
 from anabranch.values.network import Network
 from anabranch.values.plan import Plan
 from anabranch.values.trace import Trace
@@ -41,7 +32,7 @@ def trace(text: str) -> Trace:
 
 def plan(path: Path) -> Plan:
     """The plan in a file."""
-    return _expected(load(path), Plan, path)
+    return _expected(files.load(path), Plan, path)
 
 
 def network(text: str) -> Network:
@@ -56,7 +47,7 @@ def network(text: str) -> Network:
             f"network {text!r}: no such file, no name ({', '.join(PRESETS)}), and no description of a network, such as "
             f"{network_text.EXAMPLES['ring']} (also {', '.join(network_text.EXAMPLES)})"
         )
-    return _expected(load(text), Network, text)
+    return _expected(files.load(text), Network, text)
 
 
 def network_ranges(texts: Iterable[str], spread: float | None) -> list[NetworkRange]:
@@ -93,19 +84,19 @@ def content(text: str) -> Noun | ShardedTrace | ShardingPlan | Entry:
     if not _is_file(text):
         return _file_or_bundled(text)
     classes: dict[str, Any] = {**KINDS, **{name: cls for cls, name in FORMATS.items()}}
-    kind, fields = opened(parse_json(read_bytes(Path(text)), text), text, [*classes, FORMAT])
+    kind, fields = files.opened(files.parse_json(files.read_bytes(Path(text)), text), text, [*classes, FORMAT])
     if kind == FORMAT:
         return Entry.of_fields(fields, text)
-    noun: Noun | ShardedTrace | ShardingPlan = validated(classes[kind], fields, text)
+    noun: Noun | ShardedTrace | ShardingPlan = files.validated(classes[kind], fields, text)
     return noun
 
 
 def _file_or_bundled(text: str) -> Noun:
     if _is_file(text):
-        return load(text)
-    names = bundled_traces()
+        return files.load(text)
+    names = files.bundled_traces()
     if text in names:
-        return load_bundled_trace(text)
+        return files.load_bundled_trace(text)
     if os.path.isdir(text):  # noqa: PTH112 (unlike Path.is_dir, answers for a name too long to be one)
         raise FileError(f"{text}: is a folder, expected a file")
     raise FileError(f"{text}: no such file, and no trace of this name: anabranch brings {', '.join(names) or 'none'}")

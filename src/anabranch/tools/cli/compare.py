@@ -24,19 +24,18 @@ if TYPE_CHECKING:
 
 COMPRESS = (AUTO, *COMPRESSED, kind_of(0.01))
 
-Compressions = Annotated[
-    list[str] | None,
-    Option(
-        "--compress",
-        metavar="KIND",
-        help="Also plans with compressed buckets where they gain, as in scale; may be repeated; "
-        f"{arguments.NO_COMPRESSION} for none. Default: {', '.join(COMPRESS)}.",
-    ),
-]
+COMPRESSION = Option(
+    metavar="KIND",
+    help="Also plans with compressed buckets where they gain, as in scale; may be repeated; "
+    f"{arguments.NO_COMPRESSION} for none. Default: {', '.join(COMPRESS)}.",
+)
 
 
 def compare(
-    trace: TraceOption, network: NetworkOption, compress: Compressions = None, as_json: JsonOption = False
+    trace: TraceOption,
+    network: NetworkOption,
+    compress: Annotated[list[str] | None, COMPRESSION] = None,
+    as_json: JsonOption = False,
 ) -> None:
     """Compare every planner and every compression on one trace and network."""
     from anabranch.tools.report import comparison

@@ -5,16 +5,17 @@ import os
 import signal
 import subprocess
 import sys
+from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Annotated, Any
 
-import typer
+from typer import Option
 
 from anabranch.tools.cli.lab import UNSHAPED, EmulateOption, link_rate
 from anabranch.tools.cli.options import ForceOption, JsonOption
-from anabranch.tools.cli.output import check_free, print_json, show_tables
+from anabranch.tools.cli.output import check_free, print_document
 from anabranch.tools.cli.report import write_page
 from anabranch.tools.lab.cluster import Cluster
 from anabranch.tools.predict.scaling import scale
@@ -27,25 +28,19 @@ DEADLINE_S = 900
 FAST_BIT_S = 2e9  # at which the transformer hardly waits
 ALPHA_S = 50e-6  # latency of emulated links
 SCALED, SCALED_PLANNERS, SCALED_COMPRESS = "densenet201", ("by_bytes", "optimal"), ("auto", "int8", "oktopk:0.01")
+FOLDER = Path("anabranch-demo")
 PAGE, DOCUMENT, SCALING = "report.html", "demo.json", "scale.json"
 OF_AUTO = ("auto_trace.json", "auto_network.json", "auto_plan.json", "auto_timeline.json", "auto_steps.json",
            "auto.jsonl")  # fmt: skip
 KEPT = (DOCUMENT, *OF_AUTO, SCALING)
 
-WorkersOption = Annotated[int, typer.Option(min=2, max=64, help="Worker processes, all on this machine.")]
-StepsOption = Annotated[int, typer.Option(min=FEWEST_STEPS, help="Steps of each training.")]
-RateOption = Annotated[
-    str, typer.Option(help=f"Rate of the slow links between workers; {UNSHAPED}: no slow links, this machine as it is.")
-]
-KeepOption = Annotated[Path, typer.Option(metavar="FOLDER", help="Write the page, and the files it is made of, there.")]
-
 
 def demo(
-    workers: WorkersOption = 2,
-    steps: StepsOption = 60,
-    rate: RateOption = "100mbit",
+    workers: Annotated[int, Option(min=2, max=64, help="Worker processes, all on this machine.")] = 2,
+    steps: Annotated[int, Option(min=FEWEST_STEPS, help="Steps of each training.")] = 60,
+    rate: Annotated[str, Option(help=f"Rate of all links; {UNSHAPED}: this machine as it is.")] = "100mbit",
     emulate: EmulateOption = False,
-    keep: KeepOption = Path("anabranch-demo"),
+    keep: Annotated[Path, Option(metavar="FOLDER", help="Write the page and its files there.")] = FOLDER,
     force: ForceOption = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -64,7 +59,12 @@ def demo(
         (folder / DOCUMENT).write_text(json.dumps(results), encoding="utf-8")
         (folder / SCALING).write_text(json.dumps(_scaling()), encoding="utf-8")
         page = _keep(folder, keep)
-    _print(keep / DOCUMENT, as_json)
+    from anabranch.tools.report.page import demo_report
+    from anabranch.tools.report.runs import parse_file
+
+    document: Any = parse_file((keep / DOCUMENT).read_bytes(), f"{keep / DOCUMENT}")
+    print_document(document, as_json, lambda: [demo_report(document)])
+    sys.stdout.flush()  # before what follows on stderr
     _say(page)
 
 
@@ -101,11 +101,9 @@ def _part(part: str, folder: Path, workers: int, steps: int, cluster: Cluster | 
     if cluster is None:
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
         command = [*torchrun, "--nproc-per-node", f"{workers}", "--no-python", *program]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        try:
+        code, environment = 124, {**os.environ, "OMP_NUM_THREADS": "1"}
+        with suppress(subprocess.TimeoutExpired):
             code = subprocess.run(command, env=environment, timeout=DEADLINE_S, check=False).returncode
-        except subprocess.TimeoutExpired as error:
-            raise AnabranchError(f"the demo's workers were not done after {DEADLINE_S} s") from error
     else:
         from anabranch.tools.lab.run import run
 
@@ -138,21 +136,6 @@ def _keep(folder: Path, kept: Path) -> str:
     page = kept / PAGE
     write_page([kept / name for name in KEPT if (kept / name).exists()], page, "anabranch demo")
     return f"The page of it all: {page.resolve().as_uri()}"
-
-
-def _print(path: Path, as_json: bool) -> None:
-    from anabranch.tools.report.demo import demo_report
-    from anabranch.tools.report.documents import DemoDocument, printed
-    from anabranch.tools.report.runs import parse_file
-
-    document = parse_file(path.read_bytes(), f"{path}")
-    assert isinstance(document, DemoDocument)
-    if as_json:
-        print_json(printed(document))
-    else:
-        print()
-        show_tables(demo_report(document))
-        print(flush=True)  # before what follows on stderr
 
 
 def _say(words: str) -> None:

@@ -1,27 +1,18 @@
 """anabranch lab: run a program on a cluster made on this machine, with links of a chosen rate."""
 
 import math
-from enum import StrEnum
 from typing import Annotated
 
 from typer import Argument, Exit, Option
 
 from anabranch.tools.cli.network_text import RATE_BIT, TIME_S
-from anabranch.tools.lab.cluster import MAX_HOSTS, Cluster
+from anabranch.tools.lab.cluster import MAX_HOSTS, Backend, Cluster
 from anabranch.values.quantities import quantity
 
 UNSHAPED = "unshaped"
 DEFAULT_ALPHA = "50us"
 
-
 EmulateOption = Annotated[bool, Option("--emulate", help="Emulate the links inside the ranks; needs no root.")]
-
-
-class Backend(StrEnum):
-    """Backend of the program's process group."""
-
-    GLOO = "gloo"
-    NCCL = "nccl"
 
 
 def lab(
@@ -30,9 +21,7 @@ def lab(
         str, Option(help="Rate of all links, such as 10gbit, or one rate per host: 10gbit,10gbit,1gbit; or: unshaped.")
     ],
     hosts: Annotated[int, Option(min=1, max=MAX_HOSTS, help="Machines in the cluster.")] = 4,
-    backend: Annotated[
-        Backend, Option(help="With nccl, hosts share this machine's GPUs (through MPS).")
-    ] = Backend.GLOO,
+    backend: Annotated[Backend, Option(help="With nccl, hosts share this machine's GPUs (through MPS).")] = "gloo",
     ranks_per_host: Annotated[int, Option(min=1, help="Ranks on each host.")] = 1,
     emulate: EmulateOption = False,
     alpha: Annotated[
@@ -49,37 +38,19 @@ def lab(
         raise ValueError("--alpha is the latency of emulated links: it needs --emulate")
     if timeout is not None and not 0 < timeout < math.inf:
         raise ValueError(f"--timeout is {timeout:g}: expected seconds above 0, such as 600")
-    cluster = Cluster(
-        _rates(rate, hosts),
-        ranks_per_host,
-        backend.value,
-        _alpha(alpha or DEFAULT_ALPHA) if emulate else None,
-    )
+    rates = [link_rate(part.strip()) for part in rate.split(",")]
+    if len(rates) not in (1, hosts):
+        raise ValueError(f"--rate has {len(rates)} rates, {rate}: expected one for all hosts, or {hosts}, one for each")
+    alpha_s = quantity(alpha or DEFAULT_ALPHA, TIME_S) if emulate else None
+    if alpha_s is not None and not math.isfinite(alpha_s):
+        raise ValueError(f"--alpha is {alpha!r}: expected a time in s, ms or us, such as {DEFAULT_ALPHA}")
+    cluster = Cluster(rates * hosts if len(rates) == 1 else rates, ranks_per_host, backend, alpha_s)
     raise Exit(run(cluster, command, timeout))
-
-
-def _rates(text: str, hosts: int) -> list[float | None]:
-    """One rate per host, in bit/s; None for an unshaped link."""
-    rates = [link_rate(part.strip()) for part in text.split(",")]
-    if len(rates) == 1:
-        return rates * hosts
-    if len(rates) != hosts:
-        raise ValueError(f"--rate has {len(rates)} rates, {text}: expected one for all hosts, or {hosts}, one for each")
-    return rates
 
 
 def link_rate(text: str) -> float | None:
     """The rate of a link in bit/s; None for an unshaped one."""
-    if text == UNSHAPED:
-        return None
-    rate = quantity(text, RATE_BIT)
-    if not math.isfinite(rate):
+    rate = None if text == UNSHAPED else quantity(text, RATE_BIT)
+    if rate is not None and not math.isfinite(rate):
         raise ValueError(f"--rate is {text!r}: expected a rate in kbit, mbit or gbit (per second), or {UNSHAPED}")
     return rate
-
-
-def _alpha(text: str) -> float:
-    alpha_s = quantity(text, TIME_S)
-    if not math.isfinite(alpha_s):
-        raise ValueError(f"--alpha is {text!r}: expected a time in s, ms or us, such as {DEFAULT_ALPHA}")
-    return alpha_s

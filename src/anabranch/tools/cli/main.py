@@ -8,11 +8,9 @@ import typer
 from typer.main import get_command
 
 from anabranch.tools.cli.bench import bench
-from anabranch.tools.cli.cache import cache
 from anabranch.tools.cli.compare import compare
 from anabranch.tools.cli.demo import demo
 from anabranch.tools.cli.lab import lab
-from anabranch.tools.cli.list import list_
 from anabranch.tools.cli.measure import measure
 from anabranch.tools.cli.memory import memory
 from anabranch.tools.cli.options import check_options
@@ -22,7 +20,7 @@ from anabranch.tools.cli.report import report
 from anabranch.tools.cli.reproduce import reproduce
 from anabranch.tools.cli.run import Program, run
 from anabranch.tools.cli.scale import scale
-from anabranch.tools.cli.show import show
+from anabranch.tools.cli.show import cache, list_, show
 from anabranch.values.errors import AnabranchError
 from anabranch.values.version import __version__
 
@@ -53,30 +51,20 @@ for panel, verbs in {
         app.command(name, rich_help_panel=panel, context_settings=settings)(verb)
 
 
-def _version(wanted: bool) -> None:
-    if wanted:
-        print(f"anabranch {__version__}")
-        raise typer.Exit
-
-
-def _help(context: typer.Context, wanted: bool) -> None:
-    if wanted:
-        print(context.get_help())
-        raise typer.Exit
-
-
-VERSION = typer.Option("--version", help="Print the version.", callback=_version, is_eager=True)
-# Our own instead of typer's, which would import pydantic at every start.
-HELP = typer.Option("--help", "-h", help="Show this message and exit.", callback=_help, is_eager=True)
-
-
 @app.callback(invoke_without_command=True, add_help_option=False)
 def _start(
     context: typer.Context,
-    version: Annotated[bool, VERSION] = False,  # noqa: ARG001 (its callback has acted)
-    wants_help: Annotated[bool, HELP] = False,
+    version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
+    # Our own instead of typer's, which would import pydantic at every start.
+    wants_help: Annotated[bool, typer.Option("--help", "-h", help="Show this message and exit.")] = False,
 ) -> None:
-    _help(context, wants_help or context.invoked_subcommand is None)
+    if version:
+        print(f"anabranch {__version__}")
+    elif wants_help or context.invoked_subcommand is None:
+        print(context.get_help())
+    else:
+        return
+    raise typer.Exit
 
 
 def main(argv: list[str] | None = None) -> int:

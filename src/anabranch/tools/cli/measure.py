@@ -22,28 +22,22 @@ RENDEZVOUS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 MIB = 1 << 20
 MAX_BUDGET_S = 3600.0
 
-Output = Annotated[Path, Option("-o", "--output", metavar="FILE", help="Write the network to this file, on rank 0.")]
-Largest = Annotated[
-    float, Option(metavar="MIB", help="Largest message in MiB: the largest bucket that a plan may have.")
-]
-Lanes = Annotated[int, Option(metavar="N", min=1, max=MAX_LANES, help="Also send up to this many messages at once.")]
-Collectives = Annotated[
-    list[str] | None,
-    Option(
-        "--collective",
-        metavar="C",
-        help="Measure this as well as dense, all_gather and reduce_scatter: bf16, int8, int4, oktopk:0.01 or "
-        "oktopk:0.01:bf16; may be repeated.",
-    ),
-]
+OUTPUT = Option("-o", "--output", metavar="FILE", help="Write the network to this file, on rank 0.")
+LARGEST = Option(metavar="MIB", help="Largest message in MiB: the largest bucket that a plan may have.")
+LANES = Option(metavar="N", min=1, max=MAX_LANES, help="Also send up to this many messages at once.")
+COLLECTIVES = Option(
+    metavar="C",
+    help="Measure this as well as dense, all_gather and reduce_scatter: bf16, int8, int4, oktopk:0.01 or "
+    "oktopk:0.01:bf16; may be repeated.",
+)
 
 
 def measure(
-    output: Output,
+    output: Annotated[Path, OUTPUT],
     budget_s: Annotated[float, Option(metavar="S", help="About how many seconds to take.")] = 10.0,
-    largest_mb: Largest = 64.0,
-    lanes: Lanes = 4,
-    collective: Collectives = None,
+    largest_mb: Annotated[float, LARGEST] = 64.0,
+    lanes: Annotated[int, LANES] = 4,
+    collective: Annotated[list[str] | None, COLLECTIVES] = None,
     backend: BackendOption = None,
     force: ForceOption = False,
     as_json: JsonOption = False,

@@ -1,18 +1,16 @@
 """anabranch memory: predicted peak memory of every mode of training, and the largest batch that fits."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from enum import StrEnum
 from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
 
 from typer import Option
 
 from anabranch.fsdp.planning.sharding_modes import UNPLANNED, help_of, sharding_mode
+from anabranch.planning.memory import FRAGMENTATION, Setting, TrainingMode
 from anabranch.tools.cli import arguments
-from anabranch.tools.cli.options import JsonOption
-from anabranch.tools.cli.output import print_json, show_tables
+from anabranch.tools.cli.options import JsonOption, Precision
+from anabranch.tools.cli.output import print_document
 from anabranch.tools.cli.user_function import backward_errors, build_at
 from anabranch.tools.network_presets import PRESETS
 from anabranch.values.kinds.names import AUTO, COMPRESSED, DENSE, OKTOPK, Wire, given_density, split_wire
@@ -21,10 +19,9 @@ from anabranch.values.links import TwoLevel
 from anabranch.values.quantities import size_nbytes
 
 if TYPE_CHECKING:
-    from anabranch.lean.options import OptimizerFactory
-    from anabranch.planning.memory import Footprint, Setting
+    from anabranch.planning.memory import Footprint
     from anabranch.tools.predict.memory.estimator import BuildAt, MemoryEstimator
-    from anabranch.tools.report.documents import MemoryDocument, MemoryMode
+    from anabranch.tools.predict.memory.probe import Build
     from anabranch.values.network import Network
 
 DEFAULT_RANKS = 4
@@ -32,88 +29,36 @@ DEFAULT_DENSITY = 0.01
 SHARDED_ASSUMPTION = "units of fsdp2 and hsdp are the parameters with the same number in their names"
 AUTO_AS = "auto in the memory of int4, its least faithful kind, which keeps a residual"
 CLIPPED = "lean holds averages until the norm over all gradients is known"
-ZOO_DTYPE = "float32, as in torchvision or transformers"
-PURE_DTYPE = (
-    "weights, gradients and the optimizer's state in bfloat16; residuals of Ok-Topk and int4 in float32 unless stored "
-    "rounded"
+
+Optimizer = Literal["sgd", "momentum", "adamw"]  # by its state: none, one number per parameter, or two
+Activations = Literal["keep", "recompute"]
+
+MODEL = Option(
+    metavar="M", help="A model of torchvision or transformers, such as resnet152 or gpt2; or your own: module:function."
 )
-
-
-class Optimizer(StrEnum):
-    """The optimizer by its state: none, one number per parameter, or two."""
-
-    sgd = "sgd"
-    momentum = "momentum"
-    adamw = "adamw"
-
-
-class Activations(StrEnum):
-    """Where activations are between forward and backward."""
-
-    keep = "keep"
-    recompute = "recompute"
-
-
-class Precision(StrEnum):
-    """In what the model is trained."""
-
-    fp32 = "fp32"
-    bf16 = "bf16"
-    pure_bf16 = "pure-bf16"
-
-
-Model = Annotated[
-    str,
-    Option(
-        metavar="M",
-        help="A model of torchvision or transformers, such as resnet152 or gpt2; or your own, as module:function.",
-    ),
-]
-Ranks = Annotated[
-    int | None, Option(metavar="N", min=1, help="Number of ranks. Default: the network's, or 4 without one.")
-]
-Within = Annotated[
-    str | None,
-    Option(metavar="SIZE", help="Find the largest batch that fits in this, and what Lean(within=) chooses: 16GiB."),
-]
-NodesNetwork = Annotated[
-    str | None, Option("--network", metavar="N", help="For the number of ranks, and the nodes of hsdp: as in scale.")
-]
-Buckets = Annotated[
-    Path | None,
-    Option("--plan", metavar="FILE", help="A plan whose buckets oktopk and lean exchange. Default: 25 MiB each."),
-]
-Compressions = Annotated[
-    list[str] | None,
-    Option(
-        "--compress",
-        metavar="KIND",
-        help=f"Exchanges of DataParallel and Lean: oktopk, oktopk:0.01:bf16 (1 %, packed values), {AUTO}, "
-        f"{', '.join(COMPRESSED)}; may be repeated. Default: oktopk, of a share of {DEFAULT_DENSITY}.",
-    ),
-]
-Sharded = Annotated[
-    list[str] | None,
-    Option(
-        metavar="NAME", help=f"Also sharded over all ranks, or inside nodes: {help_of(UNPLANNED)}; may be repeated."
-    ),
-]
+NETWORK = Option(metavar="N", help="For the number of ranks, and the nodes of hsdp: as in scale.")
+COMPRESS = Option(
+    metavar="KIND",
+    help=f"Exchanges of DataParallel and Lean: oktopk, oktopk:0.01:bf16 (1 %, packed values), {AUTO}, "
+    f"{', '.join(COMPRESSED)}; may be repeated. Default: oktopk, of a share of {DEFAULT_DENSITY}.",
+)
+SHARDED = Option(
+    metavar="NAME", help=f"Also sharded over all ranks, or inside nodes: {help_of(UNPLANNED)}; may be repeated."
+)
+WITHIN = Option(metavar="SIZE", help="Find the largest batch that fits in this, and what Lean(within=) chooses: 16GiB.")
 
 
 def memory(
-    model: Model,
-    batch_size: Annotated[int, Option("--batch-size", metavar="B", min=1, help="Images or sequences per rank.")],
-    ranks: Ranks = None,
-    compress: Compressions = None,
-    sharded: Sharded = None,
-    optimizer: Annotated[Optimizer, Option(help="Whose state to count.")] = Optimizer.momentum,
-    activations: Annotated[Activations, Option(help="How the Lean modes keep activations.")] = Activations.keep,
-    precision: Annotated[
-        Precision, Option(help="bf16: under autocast; pure-bf16: weights and state, too.")
-    ] = Precision.fp32,
-    within: Within = None,
-    network: NodesNetwork = None,
-    plan: Buckets = None,
+    model: Annotated[str, MODEL],
+    batch_size: Annotated[int, Option(metavar="B", min=1, help="Images or sequences per rank.")],
+    ranks: Annotated[int | None, Option(metavar="N", min=1, help="Default: the network's, or 4 without one.")] = None,
+    compress: Annotated[list[str] | None, COMPRESS] = None,
+    sharded: Annotated[list[str] | None, SHARDED] = None,
+    optimizer: Annotated[Optimizer, Option(help="Whose state to count.")] = "momentum",
+    activations: Annotated[Activations, Option(help="How the Lean modes keep activations.")] = "keep",
+    precision: Annotated[Precision, Option(help="bf16: under autocast.")] = "fp32",
+    within: Annotated[str | None, WITHIN] = None,
+    network: Annotated[str | None, NETWORK] = None,
     clips: Annotated[
         bool, Option("--clip-norm", help="Count averages that Lean(clip_norm=...) holds until backward ends.")
     ] = False,
@@ -123,84 +68,56 @@ def memory(
     limit_nbytes = None if within is None else size_nbytes("--within", within)
     links, shardings = network_of(network, ranks), list(dict.fromkeys(sharded or ()))
     asked = _asked(compress or [OKTOPK])
-    from anabranch.planning.memory import Setting
-
     ranks, node = ranks or (links.world_size if links else DEFAULT_RANKS), _ranks_per_node(links, shardings)
-    buckets = None if plan is None else [bucket.names for bucket in arguments.plan(plan).buckets]
-    setting = Setting(ranks, asked.density, buckets, clips, options=OkTopk(wire=asked.wire), ranks_per_node=node)
-    training = _Training(model, batch_size, optimizer, activations, precision)
-    estimator = training.estimator(plan)
+    setting = Setting(ranks, asked.density, None, clips, options=OkTopk(wire=asked.wire), ranks_per_node=node)
+    from anabranch.tools.report.documents import MemoryDocument, MemoryMode
+    from anabranch.tools.report.memory import memory_report
+
+    half = precision == "bf16"
+    estimator = estimator_of(model, optimizer, activations, half)
+    batches: dict[str, int] | None = None
     with backward_errors(model):
         footprints = estimator.footprints(batch_size, setting, _modes(asked.exchanges, shardings))
-        assumptions = asked.assumptions + _about(setting, shardings)
-        batches: dict[str, int] | None = None
+        assumptions = [*estimator.assumptions, *_about(asked, setting, shardings)]
         if limit_nbytes is not None:
             batches = {mode: estimator.largest_batch(mode, setting, limit_nbytes) for mode in footprints}
-            chosen, choices = _chosen(training, asked.exchanges, setting, limit_nbytes)
+            chosen, choices = _chosen(
+                builder_of(model)(batch_size), optimizer, half, asked.exchanges, setting, limit_nbytes
+            )
             footprints |= chosen
             assumptions += _limits(batches) + choices
-    from anabranch.tools.report.documents import MemoryDocument
-
     document = MemoryDocument(
         model=model,
         batch_size=batch_size,
         ranks=setting.ranks,
         density=setting.density,
-        optimizer=optimizer.value,
-        activations=activations.value,
-        assumptions=(*estimator.assumptions, *assumptions),
-        modes={mode: _mode(footprint) for mode, footprint in footprints.items()},
+        optimizer=optimizer,
+        activations=activations,
+        assumptions=tuple(assumptions),
+        modes={
+            mode: MemoryMode(kinds=peak.kinds, predicted_nbytes=peak.nbytes, at=peak.at)
+            for mode, peak in footprints.items()
+        },
         within_nbytes=limit_nbytes,
         largest_batch=batches,
     )
-    _show(document, as_json)
+    print_document(document, as_json, lambda: [memory_report(document)])
 
 
-def _mode(peak: "Footprint") -> "MemoryMode":
-    from anabranch.tools.report.documents import MemoryMode
+def builder_of(model: str) -> "BuildAt":
+    """By batch, what makes a model of torchvision or transformers, or the user's own as module:function."""
+    from anabranch.tools.bench import zoo
 
-    return MemoryMode(kinds=dict(peak.kinds), predicted_nbytes=peak.nbytes, at=peak.at)
-
-
-@dataclass(frozen=True, slots=True)
-class _Training:
-    """What is trained, and how; of activations, only the Lean modes do other than keep them."""
-
-    model: str
-    batch: int
-    optimizer: Optimizer
-    activations: Activations = Activations.keep
-    precision: Precision = Precision.fp32
-
-    @property
-    def optimizer_factory(self) -> "OptimizerFactory":
-        from anabranch.tools.predict.memory.estimator import OPTIMIZERS
-
-        return OPTIMIZERS[self.optimizer.value]
-
-    def build_at(self) -> "BuildAt":
-        """By batch, what makes the model. A function of the user's own is looked up once."""
-        from anabranch.tools.bench import zoo
-        from anabranch.tools.predict.memory.estimator import in_bfloat16
-
-        made = build_at(self.model) if ":" in self.model else partial(zoo.build_at, self.model)
-        return (lambda batch: in_bfloat16(made(batch))) if self.precision is Precision.pure_bf16 else made
-
-    def estimator(self, plan: Path | None = None) -> "MemoryEstimator":
-        from anabranch.tools.predict.memory.estimator import MemoryEstimator
-
-        words: dict[str, Any] = {} if plan is None else {"buckets": f"those of {plan}"}
-        if ":" not in self.model:
-            words["dtype"] = ZOO_DTYPE
-        if self.precision is Precision.pure_bf16:
-            words["dtype"] = PURE_DTYPE
-        half = self.precision is Precision.bf16
-        return MemoryEstimator(self.build_at(), self.optimizer_factory, self.activations.value, half=half, **words)
+    return build_at(model) if ":" in model else partial(zoo.build_at, model)
 
 
-def estimator_of(model: str, optimizer: Optimizer) -> "MemoryEstimator":
-    """The estimator of a model of torchvision or transformers, or of the user's own as module:function."""
-    return _Training(model, 1, optimizer).estimator()
+def estimator_of(
+    model: str, optimizer: Optimizer, activations: Activations = "keep", half: bool = False
+) -> "MemoryEstimator":
+    """The estimator of such a model; ``half``: under autocast to bfloat16."""
+    from anabranch.tools.predict.memory.estimator import OPTIMIZERS, MemoryEstimator
+
+    return MemoryEstimator(builder_of(model), OPTIMIZERS[optimizer], activations, half=half)
 
 
 class _Asked(NamedTuple):
@@ -209,11 +126,6 @@ class _Asked(NamedTuple):
     exchanges: Sequence[str]
     density: float
     wire: "Wire"
-
-    @property
-    def assumptions(self) -> list[str]:
-        packed = [f"Ok-Topk sends values as {self.wire}"] if self.wire != "fp32" else []
-        return [*packed, *([AUTO_AS] if AUTO in self.exchanges else [])]
 
 
 def _asked(compress: Sequence[str]) -> _Asked:
@@ -239,6 +151,14 @@ def _modes(exchanges: Sequence[str], sharded: Sequence[str]) -> list[str]:
     return [DDP, LEAN_DENSE, *naive, *(mode for exchange in exchanges for mode in modes_of(exchange)), *sharded]
 
 
+def network_of(text: str | None, ranks: int | None) -> "Network | None":
+    """The network of --network, with this number of ranks; None if it was not given."""
+    if text is None:
+        return None
+    network = arguments.network(f"{text}:ranks={ranks or DEFAULT_RANKS}" if text in PRESETS else text)
+    return network if ranks is None else network.at(ranks)
+
+
 def node_size(network: "Network") -> int | None:
     """How many ranks a node of this network can have; None if it has no nodes."""
     return network.model.ranks_per_node if isinstance(network.model, TwoLevel) else None
@@ -256,18 +176,22 @@ def _ranks_per_node(network: "Network | None", sharded: Sequence[str]) -> int | 
     return size and min(size, network.world_size if network else size)
 
 
-def _about(setting: "Setting", sharded: Sequence[str]) -> list[str]:
-    """What is assumed of clipping and of the sharded modes."""
-    said = [*([CLIPPED] if setting.clips else []), *([SHARDED_ASSUMPTION] if sharded else [])]
+def _about(asked: _Asked, setting: Setting, sharded: Sequence[str]) -> list[str]:
+    """What is assumed of exchanges, of clipping and of the sharded modes."""
+    said = {
+        f"Ok-Topk sends values as {asked.wire}": asked.wire != "fp32",
+        AUTO_AS: AUTO in asked.exchanges,
+        CLIPPED: setting.clips,
+        SHARDED_ASSUMPTION: bool(sharded),
+    }
     if setting.ranks_per_node is not None and any(sharding_mode(name).nodes for name in sharded):
         nodes = setting.ranks // setting.ranks_per_node
-        said.append(f"hsdp: {nodes} nodes of {setting.ranks_per_node} ranks, each with one copy of the model")
-    return said
+        said[f"hsdp: {nodes} nodes of {setting.ranks_per_node} ranks, each with one copy of the model"] = True
+    return [words for words, applies in said.items() if applies]
 
 
 def _limits(batches: Mapping[str, int]) -> list[str]:
     """What the search for the largest batches assumes."""
-    from anabranch.planning.memory import FRAGMENTATION
     from anabranch.tools.predict.memory.estimator import MAX_BATCH
 
     limits = [f"{FRAGMENTATION:.0%} of the memory is lost between torch's blocks"]
@@ -275,42 +199,23 @@ def _limits(batches: Mapping[str, int]) -> list[str]:
 
 
 def _chosen(
-    training: _Training, exchanges: Sequence[str], setting: "Setting", limit_nbytes: int
+    build: "Build", optimizer: Optimizer, half: bool, exchanges: Sequence[str], setting: Setting, limit_nbytes: int
 ) -> tuple[dict[str, "Footprint"], list[str]]:
     """What ``Lean(within=...)`` would choose at this batch, dense and by exchange: peaks, and choices in words."""
     from anabranch.lean.activations.solver import BudgetError
     from anabranch.lean.memory_budget import described
-    from anabranch.planning.memory import TrainingMode
+    from anabranch.tools.predict.memory.estimator import OPTIMIZERS
     from anabranch.tools.predict.memory.training_modes import LEAN
     from anabranch.tools.predict.memory.within_budget import ASSUMED, chosen_within, profile
 
     found, words = {}, [f"{LEAN}, within: blocks take the time of a device with {ASSUMED}"]
-    profiled = profile(training.build_at()(training.batch), half=training.precision is Precision.bf16)
+    profiled = profile(build, half=half)
     for exchange in (DENSE, *exchanges):
         name = LEAN if exchange == OKTOPK else f"{LEAN}, {exchange}"
         mode = (TrainingMode(exchange, lean=True), setting)
         try:
-            choice, found[f"{name}, within"] = chosen_within(profiled, training.optimizer_factory, mode, limit_nbytes)
+            choice, found[f"{name}, within"] = chosen_within(profiled, OPTIMIZERS[optimizer], mode, limit_nbytes)
             words.append(f"{name}, {described(choice.message(limit_nbytes))}")
         except BudgetError as error:
             words.append(f"{name}, {error}")
     return found, words
-
-
-def network_of(text: str | None, ranks: int | None) -> "Network | None":
-    """The network of --network, with this number of ranks; None if it was not given."""
-    if text is None:
-        return None
-    network = arguments.network(f"{text}:ranks={ranks or DEFAULT_RANKS}" if text in PRESETS else text)
-    return network if ranks is None else network.at(ranks)
-
-
-def _show(found: "MemoryDocument", as_json: bool) -> None:
-    """Print tables, or JSON."""
-    from anabranch.tools.report.documents import printed
-    from anabranch.tools.report.memory import memory_report
-
-    if as_json:
-        print_json(printed(found))
-    else:
-        show_tables(memory_report(found))

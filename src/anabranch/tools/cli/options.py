@@ -3,12 +3,14 @@
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from typer import Option
 
 from anabranch.tools.cli.network_text import EXAMPLES
+from anabranch.tools.lab.cluster import Backend
 
+Precision = Literal["fp32", "bf16"]  # what a model computes in; its parameters keep their type in both
 TraceOption = Annotated[str, Option("--trace", metavar="T", help="A trace file, or a name that anabranch list shows.")]
 NetworkOption = Annotated[
     str,
@@ -18,7 +20,7 @@ NetworkOption = Annotated[
         help=f"A network file, a description: {EXAMPLES['ring']}, or a name that anabranch list shows: 10gbe:ranks=16.",
     ),
 ]
-BackendOption = Annotated[str | None, Option(metavar="B", help="gloo or nccl. Default: nccl with a GPU.")]
+BackendOption = Annotated[Backend | None, Option(help="Default: nccl with a GPU.")]
 PlotOption = Annotated[Path | None, Option(help="Write a page with charts to this .html file.")]
 JsonOption = Annotated[
     bool, Option("--json", help="Print one JSON document instead of tables; names end in their unit (_s: seconds).")
@@ -39,6 +41,8 @@ RETIRED: Mapping[str, Mapping[str, str]] = {
     "memory": {
         "--activations offload": "Lean keeps activations or recomputes them: --activations keep, or recompute",
         "--density": "give the density with the exchange, as in --compress oktopk:0.02",
+        "--plan": "buckets have 25 MiB; of others, in Python: anabranch.planning.memory.Setting(buckets=...)",
+        "--precision pure-bf16": "give a model whose weights are bfloat16, as in --model train:build",
         "--measure": "train so and read torch.cuda.max_memory_allocated(); for models by name: benchmarks/memory.py",
         "--rate": f"describe the links, as in --network {EXAMPLES['ring']}",
         "--trace": "anabranch scale --within predicts throughput at the largest batches, from its --trace",

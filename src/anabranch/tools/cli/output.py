@@ -4,7 +4,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -75,12 +75,11 @@ def check_free(paths: Iterable[str | os.PathLike[str] | None], force: bool) -> N
 def check_other(output: Path, inputs: Iterable[Path]) -> None:
     """Refuse to overwrite an input file, even with --force."""
     for path in inputs:
-        try:
-            same = path.samefile(output)
-        except OSError:  # one of them is not there
-            continue
-        if same:
-            raise FileError(f"-o is {output}, which is also read ({path}): choose another name, or it would be lost")
+        with suppress(OSError):  # one of them is not there
+            if path.samefile(output):
+                raise FileError(
+                    f"-o is {output}, which is also read ({path}): choose another name, or it would be lost"
+                )
 
 
 @contextmanager

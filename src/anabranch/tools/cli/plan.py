@@ -93,7 +93,7 @@ def simulate(
         **_step(gradients, made, timeline, links),
         written=tuple(str(path) for path in (output, chrome) if path),
     )
-    print_document(document, as_json, lambda: _step_report(document, timeline))
+    print_document(document, as_json, lambda: _step_report(document))
 
 
 def _step(trace: Trace, made: Plan, timeline: Timeline, network: Network) -> dict[str, Any]:
@@ -126,12 +126,11 @@ def _plan_report(planner: str, document: "PlanDocument") -> "Iterator[Renderable
     yield facts(f"Plan by {planner}: {buckets} on {lanes}, {count(document.world_size, 'rank')}", pairs)
 
 
-def _step_report(document: "SimulateDocument", timeline: Timeline) -> "Iterator[RenderableType]":
+def _step_report(document: "SimulateDocument") -> "Iterator[RenderableType]":
     from anabranch.tools.report.formatting import count, plain
-    from anabranch.tools.report.tables import bucket_table, duration_pairs, facts, gantt, terminal
+    from anabranch.tools.report.tables import bucket_table, duration_pairs, facts, terminal
 
     written = [("written to", plain(path)) for path in document.written]
     pairs = [*duration_pairs(document), ("fingerprint", document.fingerprint), *written]
     yield terminal(bucket_table("Buckets in launch order", document.buckets))
-    yield gantt(timeline)
     yield facts(f"One step among {count(document.world_size, 'rank')}, predicted", pairs)

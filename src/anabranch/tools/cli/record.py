@@ -1,14 +1,14 @@
 """anabranch record and import-trace: the trace of the user's model, of a well-known one, or of a profile."""
 
 from collections.abc import Callable, Mapping
-from enum import StrEnum
 from functools import partial
+from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from typer import Argument, Option
 
-from anabranch.tools.cli.options import ForceOption, JsonOption
+from anabranch.tools.cli.options import ForceOption, JsonOption, Precision
 from anabranch.tools.cli.output import check_free, check_other, progress
 from anabranch.tools.cli.show import print_saved
 from anabranch.tools.cli.user_function import RECORDED, model_and_step
@@ -19,13 +19,7 @@ from anabranch.values.trace import Trace
 if TYPE_CHECKING:
     from torch import nn
 
-
-class Precision(StrEnum):
-    """What a named model computes in; its parameters and gradients are float32 in both."""
-
-    fp32 = "fp32"
-    bf16 = "bf16"
-
+NOTES = {"Assumed": "assumed", "Not known": "not_known"}  # by their keys in the meta of an imported trace
 
 WHAT = Argument(
     metavar="MODULE:FUNCTION",
@@ -36,6 +30,7 @@ PROFILE = Argument(
     metavar="FILE",
     help="What export_chrome_trace wrote (.json or .json.gz) of a profile with record_shapes=True, on CPU or CUDA.",
 )
+Device = Literal["cpu", "cuda"]
 Output = Annotated[Path, Option("-o", "--output", help="Write the trace to this file.")]
 Batch = Annotated[int | None, Option(min=1, help="Samples per rank and step, for scale --batch.")]
 
@@ -45,7 +40,7 @@ def record(
     output: Output,
     steps: Annotated[int, Option(min=1, help="Steps to record; the trace holds their median and spread.")] = 20,
     warmup: Annotated[int, Option(min=0, help="Steps before those, not recorded.")] = 5,
-    device: Annotated[str | None, Option(help="cpu or cuda, for a named model; cuda where there is one.")] = None,
+    device: Annotated[Device | None, Option(help="For a named model; cuda where there is one.")] = None,
     precision: Annotated[Precision | None, Option(help="For a named model; fp32 unless told.")] = None,
     batch: Batch = None,
     force: ForceOption = False,
@@ -61,17 +56,15 @@ def record(
         model, step = model_and_step(what)
         meta = {"model": type(model).__name__, "recorded_from": what, **({} if batch is None else {"batch": batch})}
     else:
-        model, step, meta = _named(what, device, precision or Precision.fp32, batch)
+        model, step, meta = _named(what, device, precision or "fp32", batch)
     from anabranch.observe.recorder import record as recorded
 
     with progress() as update:
-        done = 0
+        done = count(1)
 
         def counted() -> None:
-            nonlocal done
             step()
-            done += 1
-            update("recording", done, warmup + steps)
+            update("recording", next(done), warmup + steps)
 
         trace = recorded(model, counted, steps, warmup, meta)
     _save("record", trace, output, force, as_json)
@@ -96,8 +89,7 @@ def import_trace(
 def _save(command: str, trace: Trace, output: Path, force: bool, as_json: bool) -> None:
     """Write the trace, and print what is in it."""
     save(trace, output, force)
-    about = {"Assumed": trace.meta.get("assumed"), "Not known": trace.meta.get("not_known")}
-    notes = [f"{what}: {said}." for what, said in about.items() if said is not None]
+    notes = [f"{what}: {trace.meta[key]}." for what, key in NOTES.items() if key in trace.meta]
     print_saved(command, trace, output, as_json, notes, {"meta": dict(trace.meta)})
 
 
@@ -110,10 +102,8 @@ def _named(
 
     if name not in zoo.MODELS:
         raise ValueError(f"{name}: expected {RECORDED}, or one of {', '.join(zoo.MODELS)}")
-    if device not in (None, "cpu", "cuda"):
-        raise ValueError(f"--device is {device!r}: expected cpu or cuda")
     if device == "cuda" and not torch.cuda.is_available():
         raise ValueError("--device is cuda, but torch sees no GPU here: choose cpu, or install a torch build for CUDA")
     where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    model, step = zoo.model_and_step(name, where, torch.bfloat16 if precision is Precision.bf16 else None, batch)
-    return model, partial(step, model), zoo.trace_meta(name, precision is Precision.bf16, batch)
+    model, step = zoo.model_and_step(name, where, torch.bfloat16 if precision == "bf16" else None, batch)
+    return model, partial(step, model), zoo.trace_meta(name, precision == "bf16", batch)

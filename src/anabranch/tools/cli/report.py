@@ -1,6 +1,7 @@
 """anabranch report: everything that a run left behind as one HTML page."""
 
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -11,24 +12,22 @@ from anabranch.tools.cli.options import ForceOption
 from anabranch.tools.cli.output import check_free, check_other
 from anabranch.tools.predict.scaling import named_planners
 from anabranch.tools.predict.scaling.compression import priced
+from anabranch.values.errors import NetworkError
 from anabranch.values.files import write_text
 
 if TYPE_CHECKING:
     from anabranch.tools.report.runs import Runs
     from anabranch.tools.report.steps import Predicted
 
-RunFiles = Annotated[
-    list[Path],
-    Argument(
-        metavar="RUN...",
-        help="Files: traces, networks, plans, timelines, what --json prints, lines of ab.JsonLines, traces of "
-        "model.trace_steps. Of a folder, all of these that are in it.",
-    ),
-]
+RUNS = Argument(
+    metavar="RUN...",
+    help="Files: traces, networks, plans, timelines, what --json prints, lines of ab.JsonLines, traces of "
+    "model.trace_steps. Of a folder, all of these that are in it.",
+)
 
 
 def report(
-    runs: RunFiles,
+    runs: Annotated[list[Path], RUNS],
     output: Annotated[Path, Option("-o", "--output", help="Write the page to this file.")] = Path("report.html"),
     title: Annotated[str, Option(help="Its heading.")] = "anabranch report",
     force: ForceOption = False,
@@ -58,24 +57,19 @@ def write_page(paths: Sequence[Path], output: Path, title: str, force: bool = Fa
 def _predicted(runs: "Runs") -> "list[Predicted]":
     """Each plan on the first trace that it fits and the first network that prices it; without any, DDP's default."""
     from anabranch.tools.report.steps import plan_fits
-    from anabranch.values.errors import NetworkError
 
     if not runs.traces or not runs.networks:
         return []
-    found: list[Predicted] = []
-    wanted = []
-    for name, plan in runs.plans:
-        wanted += [(name, plan, trace) for _, trace in runs.traces if plan_fits(plan, trace)][:1]
+    wanted = [(name, plan, trace) for name, plan in runs.plans for _, trace in runs.traces if plan_fits(plan, trace)]
     if not runs.plans and not runs.steps:
-        trace, network = runs.traces[0][1], runs.networks[0][1]
-        plan = named_planners.NAMED_PLANNERS[named_planners.DDP_DEFAULT](trace, network)
+        trace = runs.traces[0][1]
+        plan = named_planners.NAMED_PLANNERS[named_planners.DDP_DEFAULT](trace, runs.networks[0][1])
         wanted = [("DDP's default buckets, as no plan was given,", plan, trace)]
+    found: dict[str, Predicted] = {}
     for name, plan, trace in wanted:
         for network_name, network in runs.networks:
-            try:
-                timeline = simulate(trace, plan, priced(network, (bucket.collective for bucket in plan.buckets)))
-            except NetworkError:
-                continue
-            found.append((f"{name} on {network_name}, {network.world_size} ranks", timeline, plan, trace))
-            break
-    return found
+            if name not in found:
+                with suppress(NetworkError):
+                    timeline = simulate(trace, plan, priced(network, (bucket.collective for bucket in plan.buckets)))
+                    found[name] = (f"{name} on {network_name}, {network.world_size} ranks", timeline, plan, trace)
+    return list(found.values())

@@ -15,6 +15,11 @@ from anabranch.planning import PLANNERS
 
 SINGLE = "RANK"  # torchrun and other launchers set it
 MODULE = "anabranch.run"
+NOTHING = (
+    "this process has made no DistributedDataParallel of torch's; if the script starts ranks by itself, such as by "
+    "mp.spawn, have them started by torchrun or --nproc-per-node; if it uses anabranch already, run it without "
+    "anabranch run"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,35 +90,21 @@ def run(
         raise ValueError(f"{script[0]}: no such module in this folder, or installed; expected what python -m takes")
     if planner is not None and planner not in PLANNERS:
         raise ValueError(f"--planner is {planner!r}: expected one of {', '.join(PLANNERS)}")
-    options = {"planner": planner, "lanes": lanes, "compress": compress and _compression(compress)}
-    given = {"--compress": compress, "--planner": planner, "--lanes": lanes}
-    arguments = [text for name, value in given.items() if value is not None for text in (name, str(value))]
-    return Program(
-        script,
-        module,
-        {"cache": False, **{name: value for name, value in options.items() if value is not None}},
-        nproc_per_node,
-        [*arguments, *(["-m"] if module else []), *script],
-    )
+    given: dict[str, Any] = {"compress": compress, "planner": planner, "lanes": lanes}
+    given = {name: value for name, value in given.items() if value is not None}
+    arguments = [text for name, value in given.items() for text in (f"--{name}", str(value))]
+    if compress is not None:
+        from anabranch.tools.bench.compress import compression
+        from anabranch.values.kinds.options import OkTopk
 
-
-def _compression(text: str) -> Any:
-    from anabranch.tools.bench.compress import compression
-    from anabranch.values.kinds.options import OkTopk
-
-    return compression(text, OkTopk())
+        given["compress"] = compression(compress, OkTopk())
+    arguments += ["-m"] * module + list(script)
+    return Program(script, module, {"cache": False, **given}, nproc_per_node, arguments)
 
 
 def _report(outcomes: Sequence[object]) -> None:
     """To stderr, since stdout is the script's."""
     if os.environ.get(SINGLE, "0") != "0":
         return
-    for outcome in outcomes:
+    for outcome in outcomes or [NOTHING]:
         print(f"anabranch run: {outcome}", file=sys.stderr)
-    if not outcomes:
-        print(
-            "anabranch run: this process has made no DistributedDataParallel of torch's; if the script starts ranks by "
-            "itself, such as by mp.spawn, have them started by torchrun or --nproc-per-node; if it uses anabranch "
-            "already, run it without anabranch run",
-            file=sys.stderr,
-        )

@@ -7,7 +7,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from anabranch.tools.report.chart import Chart, bar_chart, bar_style, bars, hover_text, plotly_text, series
-from anabranch.tools.report.documents import BASELINE, COMPILED, COMPUTE, OURS, Benchmark
+from anabranch.tools.report.documents import COMPUTE, OURS, Benchmark
 from anabranch.tools.report.formatting import percent, plain, seconds, time_scale
 from anabranch.tools.report.tables import Cell, Table, facts, number, terminal
 
@@ -71,12 +71,12 @@ def benchmark_chart(key: str, label: str, found: Benchmark, caption: str = "") -
     known = {at: row.predicted_s for at, row in enumerate(rows) if row.predicted_s is not None}
     hovers = [f"predicted {seconds(at_s)}" for at_s in known.values()]
     marks = series("predicted", [at_s * unit for at_s in known.values()], list(known), hovers) if known else None
-    return bar_chart(key, label, f"{scale.unit} a step", [row.name for row in rows], parts, marks, caption)
+    return bar_chart((key, label, caption), f"{scale.unit} a step", [row.name for row in rows], parts, marks)
 
 
 def closing_lines(found: Benchmark) -> list[str]:
     """The last lines of Horovod's synthetic benchmark, in its format."""
-    rates = found.rates(OURS)
+    rates = [found.batch / turn_s for turn_s in found.row(OURS).turns_s]
     mean, spread = fmean(rates), 1.96 * stdev(rates) if len(rates) > 1 else 0.0
     kind = "CPU" if found.facts.get("device", "").startswith("CPU") else "GPU"
     total = f"{mean * found.ranks:.1f} +-{spread * found.ranks:.1f}"
@@ -88,22 +88,8 @@ def closing_lines(found: Benchmark) -> list[str]:
 
 
 def remarks(found: Benchmark) -> list[str]:
-    """What compiling gains, and what was left out."""
-    return [*compiled_lines(found), *(f"Left out: {reason}" for reason in found.skipped)]
-
-
-def compiled_lines(found: Benchmark) -> list[str]:
-    """What compiling gains each contestant: its step over those of its rivals."""
-    names = {row.name for row in found.rows}
-    alone, stock = f"{COMPUTE}{COMPILED}", f"{BASELINE}{COMPILED}"
-    lines = []
-    for row in found.rows:
-        if not row.name.endswith(COMPILED) or row.name == alone:
-            continue
-        others = [other for other in (stock, row.name.removesuffix(COMPILED), alone) if other != row.name]
-        ratios = [f"{row.ratio_to(found.row(other)):.3f} × {other}" for other in others if other in names]
-        lines.append(f"{row.name}: a step takes {', '.join(ratios)}.")
-    return lines
+    """What was left out."""
+    return [f"Left out: {reason}" for reason in found.skipped]
 
 
 def markdown(title: str, benchmarks: Sequence[Benchmark]) -> str:

@@ -150,9 +150,12 @@ def rows_axis(labels: Sequence[str], longest: int) -> dict[str, Any]:
 
 
 def bar_chart(
-    key: str, label: str, unit: str, rows: Sequence[str], parts: Sequence[Series], marks: Series | None, caption: str
+    labels: tuple[str, str, str], unit: str, rows: Sequence[str], parts: Sequence[Series], marks: Series | None = None
 ) -> Chart:
-    """A bar per row, stacked from ``parts`` (``bars`` of all rows), its length behind it; ``marks`` lie on the bars."""
+    """A bar per row, stacked from ``parts`` (``bars`` of all rows), its length behind it; ``marks`` lie on the bars.
+
+    ``labels`` are the chart's key, label and caption.
+    """
     lengths = [sum(part["x"][row] for part in parts) for row in range(len(rows))]
     ends = list(lengths)
     data = list(parts)
@@ -166,9 +169,9 @@ def bar_chart(
         "text": [f"   {length:.3g} {unit.partition(' ')[0]}" for length in lengths], "textposition": "middle right",
         "textfont": {"color": "--ink"}, "cliponaxis": False, "showlegend": False,
     })  # fmt: skip
-    shape = layout(
-        axis(unit, range=[0, ROOM * max(ends, default=1.0)]), rows_axis(rows, 24), barmode="stack", bargap=0.25
-    )
+    x = axis(unit, range=[0, ROOM * max(ends, default=1.0)])
+    shape = layout(x, rows_axis(rows, 24), barmode="stack", bargap=0.25)
+    key, label, caption = labels
     return Chart(key, label, data, shape, ROW_PX * len(rows) + EDGE_PX, caption, range(len(parts)))
 
 

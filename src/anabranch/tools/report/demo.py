@@ -5,18 +5,13 @@ from dataclasses import dataclass
 from math import inf
 from statistics import fmean
 
-from rich.console import Group, RenderableType
-from rich.text import Text
-
 from anabranch.tools.report.chart import Chart, axis, curve, hover_text, layout, marker, plotly_text
 from anabranch.tools.report.documents import BASELINE, COMPUTE, Benchmark, BenchmarkRow, DemoDocument, DemoTraining
-from anabranch.tools.report.formatting import plain, signed_percent, size, time_scale
-from anabranch.tools.report.tables import Cell, Table, number, terminal
-from anabranch.tools.report.templates import environment
+from anabranch.tools.report.formatting import signed_percent, size, time_scale
+from anabranch.tools.report.tables import Cell, Table, number
 
 AVERAGED_STEPS = 10  # of a loss: batches differ more than trainings
 SAME_LOSS = 0.01  # relative difference up to which the headline prefers the fastest
-LIMIT = 0.5  # share of DDP's step from which the network is called the limit
 LOSS_PX = 430
 
 
@@ -75,11 +70,6 @@ def exposed_share(benchmark: Benchmark, row: BenchmarkRow) -> float:
     return max(0.0, 1 - benchmark.row(COMPUTE).step_s / row.step_s)
 
 
-def is_limited(benchmark: Benchmark) -> bool:
-    """Whether the network takes most of DDP's step."""
-    return exposed_share(benchmark, benchmark.row(BASELINE)) >= LIMIT
-
-
 def reached(found: DemoDocument) -> list[tuple[DemoTraining, float | None]]:
     """When each training reached the loss at which DDP ended, the earliest first; None for those that did not."""
     target = compared_loss(found, found.training(BASELINE))
@@ -92,15 +82,7 @@ def faster_rows(benchmark: Benchmark) -> list[BenchmarkRow]:
     return [row for row in benchmark.rows if row.name not in (COMPUTE, BASELINE) and benchmark.is_faster(row)]
 
 
-def gains_less(found: DemoDocument) -> bool:
-    """Whether all that are faster on fast links gain less there than on slow ones."""
-    slow, fast = found.benchmark, found.fast
-    return fast is not None and all(
-        fast.ratio_to_ddp(row) > slow.ratio_to_ddp(slow.row(row.name)) for row in faster_rows(fast)
-    )
-
-
-SENTENCES = (gain, best_gain, compared_steps, exposed_share, is_limited, reached, faster_rows, gains_less)
+SENTENCES = (gain, best_gain, compared_steps, exposed_share, reached, faster_rows)
 
 
 def demo_table(found: DemoDocument) -> Table:
@@ -126,15 +108,6 @@ def demo_table(found: DemoDocument) -> Table:
         "steps here; its default of 100 costs less in loss."
     )
     return Table(f"{found.parameters:,} parameters, {benchmark.ranks} ranks; {found.link}", headers, rows, caption)
-
-
-def demo_report(found: DemoDocument) -> RenderableType:
-    """The terminal's summary: the table, what was chosen, and what it means."""
-    chosen = [Text(f"{one.name}: {plain(one.chosen)}") for one in found.trainings if one.chosen]
-    lines = environment(*SENTENCES).get_template("demo.txt").render(found=found).split("\n")
-    words = [Text(plain(" ".join(line.split()))) for line in lines if line.strip()]
-    heading = Text("What was chosen:", style="bold")
-    return Group(terminal(demo_table(found)), Text(), heading, *chosen, Text(), *words)
 
 
 def loss_chart(key: str, found: DemoDocument) -> Chart:

@@ -41,9 +41,6 @@ class _Read:
     __pydantic_config__: ClassVar = {"extra": "ignore", "strict": True, "allow_inf_nan": False}
 
 
-# ------------------------------------------------------------------------------------------------ plan and simulate
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannedBucket(_Read):
     """One bucket of a step; times count from the start of backward, and one rank sends ``sent_nbytes`` for it.
@@ -113,18 +110,14 @@ class SimulateDocument(PredictedStep):
     written: tuple[str, ...] = ()
 
 
-# ---------------------------------------------------------------------------------------------------------- compare
-
-
 @dataclass(frozen=True, slots=True)
 class ComparedPlanner(_Read):
     """One planner's plan, or the plan for one compression, and what is predicted of it.
 
-    ``speedup`` is over DDP's default. ``lower_bound_s`` is what no plan on as many lanes that sends everything in full
-    can finish before, and ``above_bound`` how much later, as a share of it, this one does. The low and high iteration
-    times are those of the same plan on a network one measured spread faster and slower; None where no spread was
-    measured. ``kinds`` is the share of all values that travels by each kind of exchange, and ``error`` the expected
-    squared error of a step's averages, relative to them; without them in files of earlier versions.
+    ``speedup`` is over DDP's default, and ``above_bound`` how much later this plan finishes than ``lower_bound_s``, as
+    a share of it. The low and high iteration times are those on a network one measured spread faster and slower.
+    ``kinds`` is the share of all values by exchange, and ``error`` the expected squared error of a step's averages,
+    relative to them; files of earlier versions have neither.
     """
 
     name: str
@@ -164,28 +157,20 @@ class CompareDocument(_Read):
     assumptions: tuple[str, ...] = ()
 
 
-# ----------------------------------------------------------------------------------------------------------- memory
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryMode(_Read):
-    """The peak of one training mode: bytes by kind of object, their sum, and when in a step it occurs (``at``).
-
-    ``measured_nbytes`` is printed with --measure only.
-    """
+    """The peak of one training mode: bytes by kind of object, their sum, and when in a step it occurs (``at``)."""
 
     kinds: Mapping[str, Count]
     predicted_nbytes: Count
     at: str = ""
-    host_nbytes: Count = 0
-    measured_nbytes: Count | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryDocument(_Read):
-    """``memory --json``. Batches are per rank; the last three fields are printed only where they were asked for."""
+    """``memory --json``. Batches are per rank; the last two fields are printed only where they were asked for."""
 
-    OPTIONAL: ClassVar = frozenset({"measured_nbytes", "within_nbytes", "largest_batch", "samples_per_s"})
+    OPTIONAL: ClassVar = ("within_nbytes", "largest_batch")
 
     command: Literal["memory"] = "memory"
     model: str
@@ -198,10 +183,6 @@ class MemoryDocument(_Read):
     modes: Mapping[str, MemoryMode]
     within_nbytes: Count | None = None
     largest_batch: Mapping[str, Count] | None = None
-    samples_per_s: Mapping[str, Number] | None = None
-
-
-# ------------------------------------------------------------------------------------------------------------ bench
 
 
 @dataclass(frozen=True, slots=True)
@@ -237,10 +218,7 @@ class BenchmarkRow(_Read):
 
 @dataclass(frozen=True, slots=True)
 class Benchmark(_Read):
-    """Everything measured on one model.
-
-    ``bound_s``: a step that sends every gradient in full cannot be shorter.
-    """
+    """Everything measured on one model. A step that sends every gradient in full cannot be shorter than ``bound_s``."""
 
     model: str
     batch: Positive
@@ -255,11 +233,8 @@ class Benchmark(_Read):
     def __post_init__(self) -> None:
         turns = {len(row.turns_s) for row in self.rows}
         if BASELINE not in {row.name for row in self.rows} or len(turns) != 1:
-            names = ", ".join(row.name for row in self.rows)
-            raise ValueError(
-                f"a benchmark has the rows {names} of {sorted(turns)} turns: "
-                f"expected {BASELINE} and as many turns for all"
-            )
+            rows = f"{', '.join(row.name for row in self.rows)} of {sorted(turns)} turns"
+            raise ValueError(f"a benchmark has the rows {rows}: expected {BASELINE} and as many turns for all")
 
     @property
     def network(self) -> str:
@@ -283,10 +258,6 @@ class Benchmark(_Read):
         won = [own_s < ddp_s for own_s, ddp_s in zip(row.turns_s, base.turns_s, strict=True)]
         return row.buckets is not None and fmean(won) >= LEAST_ROUNDS and self.ratio_to_ddp(row) <= 1 - LEAST_GAIN
 
-    def rates(self, name: str) -> list[float]:
-        """Images (or sequences) per second on one rank, turn by turn."""
-        return [self.batch / turn_s for turn_s in self.row(name).turns_s]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchDocument(_Read):
@@ -294,9 +265,6 @@ class BenchDocument(_Read):
 
     command: Literal["bench"] = "bench"
     benchmarks: tuple[Benchmark, ...]
-
-
-# ------------------------------------------------------------------------------------------------------------- demo
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -348,10 +316,8 @@ class DemoDocument(_Read):
             )
         fast = {row.name for row in self.fast.rows} if self.fast is not None else {COMPUTE}
         if COMPUTE not in fast or not fast <= set(timed):
-            raise ValueError(
-                f"a demo has the steps of {', '.join(sorted(fast))} on fast links: expected {COMPUTE} and some of the "
-                "trainings"
-            )
+            found = ", ".join(sorted(fast))
+            raise ValueError(f"a demo has the steps of {found} on fast links: expected {COMPUTE} and some trainings")
 
     def training(self, name: str) -> DemoTraining:
         """The training of this name."""
@@ -379,9 +345,8 @@ def printed(document: Document) -> dict[str, Any]:
     if isinstance(document, BenchDocument):
         fields["benchmarks"] = [_with_ratios(benchmark) for benchmark in document.benchmarks]
     if isinstance(document, MemoryDocument):
-        for part in (fields, *fields["modes"].values()):
-            for name in [name for name in document.OPTIONAL if part.get(name, 0) is None]:
-                del part[name]
+        for name in [name for name in document.OPTIONAL if fields[name] is None]:
+            del fields[name]
     return fields
 
 

@@ -18,11 +18,11 @@ Column = tuple[str, Callable[[str, MemoryMode], float | None], Callable[[Any], s
 
 
 def memory_tables(found: MemoryDocument) -> list[Table]:
-    """A row per mode: the bytes by kind at the peak; then what was measured, the largest batch and the throughput."""
+    """A row per mode: the bytes by kind at the peak; then the sum, and the largest batch."""
     title = f"{found.model}, batch {found.batch_size}, {found.optimizer}, {found.ranks} ranks"[:100]
     unit, unit_nbytes = unit_of(found)
     ddp_nbytes = found.modes[DDP].predicted_nbytes if DDP in found.modes and len(found.modes) > 1 else None
-    batches, speeds = found.largest_batch or {}, found.samples_per_s or {}
+    batches = found.largest_batch or {}
 
     def sizes(form: str) -> Callable[[float], str]:
         return lambda nbytes: f"{nbytes / unit_nbytes:{form}}"
@@ -30,20 +30,13 @@ def memory_tables(found: MemoryDocument) -> list[Table]:
     def held(kind: str) -> Column:
         return kind.replace(" ", "\n"), lambda _, mode: mode.kinds.get(kind) or None, sizes(".2f")
 
-    def error(_: str, mode: MemoryMode) -> float | None:
-        return mode.predicted_nbytes / mode.measured_nbytes - 1 if mode.measured_nbytes else None
-
     def above_ddp(_: str, mode: MemoryMode) -> float | None:
         return None if ddp_nbytes is None else mode.predicted_nbytes - ddp_nbytes
 
     more: list[Column] = [
         ("predicted\npeak", lambda _, mode: mode.predicted_nbytes, sizes(".2f")),
         ("more than\nDDP", above_ddp, sizes("+.2f")),
-        ("measured\npeak", lambda _, mode: mode.measured_nbytes, sizes(".2f")),
-        ("predicted,\noff by", error, "{:+.1%}".format),
-        ("in host\nmemory", lambda _, mode: mode.host_nbytes or None, sizes(".2f")),
         ("largest batch\nper rank", lambda name, _: batches.get(name), "{:,}".format),
-        ("samples/s,\nall ranks", lambda name, _: speeds.get(name), "{:.1f}".format),
     ]
     kinds = dict.fromkeys(kind for mode in found.modes.values() for kind in mode.kinds)
     known = [column for column in more if any(column[1](*item) is not None for item in found.modes.items())]
@@ -68,7 +61,7 @@ def memory_report(found: MemoryDocument) -> RenderableType:
 
 
 def memory_chart(key: str, found: MemoryDocument) -> chart.Chart:
-    """A stacked bar per mode, a part per kind of object; a mark where a peak was measured."""
+    """A stacked bar per mode, a part per kind of object."""
     unit, unit_nbytes = unit_of(found)
     kinds = dict.fromkeys(kind for mode in found.modes.values() for kind, nbytes in mode.kinds.items() if nbytes)
     rows, parts = range(len(found.modes)), []
@@ -77,16 +70,12 @@ def memory_chart(key: str, found: MemoryDocument) -> chart.Chart:
         hovers = [f"<b>{chart.plotly_text(kind)}</b>: {size(nbytes)}" for nbytes in held]
         style = chart.bar_style(chart.colour(index), chart.PATTERNS[index % len(chart.PATTERNS)])
         parts.append(chart.bars(kind, [nbytes / unit_nbytes for nbytes in held], rows, hovers, style))
-    known = {row: mode.measured_nbytes for row, mode in enumerate(found.modes.values()) if mode.measured_nbytes}
-    hovers = [f"measured peak: {size(nbytes)}" for nbytes in known.values()]
-    lengths = [nbytes / unit_nbytes for nbytes in known.values()]
-    marks = chart.series("measured peak", lengths, list(known), hovers) if known else None
     label = f"Predicted memory of {found.model} by kind of object"
     caption = f"Assumed: {'; '.join(found.assumptions)}." if found.assumptions else ""
-    return chart.bar_chart(key, label, f"{unit} at the peak of a step", list(found.modes), parts, marks, caption)
+    return chart.bar_chart((key, label, caption), f"{unit} at the peak of a step", list(found.modes), parts)
 
 
 def unit_of(found: MemoryDocument) -> tuple[str, int]:
     """The unit for its sizes: GiB, or MiB where all are below 1 GiB."""
-    peaks = [max(mode.predicted_nbytes, mode.measured_nbytes or 0) for mode in found.modes.values()]
-    return ("GiB", GIB) if max(peaks, default=0) >= GIB else ("MiB", MIB)
+    largest = max((mode.predicted_nbytes for mode in found.modes.values()), default=0)
+    return ("GiB", GIB) if largest >= GIB else ("MiB", MIB)

@@ -13,17 +13,30 @@ from functools import cache
 from statistics import median
 from typing import Any
 
-from jinja2 import Environment
+from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
+from rich.console import Group, RenderableType
+from rich.text import Text
 
-from anabranch.tools.report import benchmark, comparison, demo, figures, memory, scaling, steps, tables, training
-from anabranch.tools.report.documents import OURS
+from anabranch.tools.report import (
+    benchmark,
+    comparison,
+    demo,
+    figures,
+    formatting,
+    memory,
+    scaling,
+    steps,
+    tables,
+    training,
+)
+from anabranch.tools.report.documents import BASELINE, COMPUTE, LEAST_GAIN, OURS, DemoDocument
 from anabranch.tools.report.runs import Runs, file_table
-from anabranch.tools.report.templates import environment
 from anabranch.values.extras import require
 from anabranch.values.version import __version__
 
 SCRIPTS = ("theme.js", "tables.js", "charts.js")
+FILTERS = ("seconds", "percent", "signed_percent", "factor", "count", "shortened")  # of formatting
 CALLED = (
     benchmark.benchmark_chart, benchmark.benchmark_table, benchmark.remarks, comparison.comparison_tables,
     demo.demo_table, demo.loss_chart, enumerate, figures.planned_buckets, file_table, memory.memory_chart,
@@ -53,9 +66,22 @@ def report_page(title: str, runs: Runs, predicted: Sequence[steps.Predicted] = (
 
 @cache
 def templates() -> Environment:
-    """The page's templates, with all that they call."""
-    pages = environment(*CALLED, *demo.SENTENCES)
-    pages.filters["median"] = median
+    """The templates in ``assets``, with all that they call.
+
+    Values are escaped for HTML, not in .txt, and so are their control characters. JSON can end no script element.
+    """
+    pages = Environment(
+        loader=PackageLoader("anabranch.tools.report", "assets"),
+        autoescape=lambda name: name is None or not name.endswith(".txt"),
+        finalize=lambda value: formatting.plain(value) if type(value) is str else value,  # markup is a subclass of str
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    pages.policies["json.dumps_kwargs"] = {"allow_nan": False, "separators": (",", ":")}
+    pages.filters |= {name: getattr(formatting, name) for name in FILTERS} | {"median": median}
+    pages.globals |= {function.__name__: function for function in (*CALLED, *demo.SENTENCES)}
+    pages.globals |= {"BASELINE": BASELINE, "COMPUTE": COMPUTE, "OURS": OURS, "LEAST_GAIN": LEAST_GAIN}
     pages.globals["max_networks"] = scaling.MAX_NETWORKS
     return pages
 
@@ -93,3 +119,12 @@ def headline(runs: Runs) -> str:
     said = [words.headline(found) for _, found in runs.demos]
     said += [words.benchmark_gain(found) for found in benchmarks if OURS in {row.name for row in found.rows}]
     return next(iter([*said, *map(words.training_gain, gains)]), "")
+
+
+def demo_report(found: DemoDocument) -> RenderableType:
+    """A demo's summary for a terminal: the table, what was chosen, and what it means."""
+    chosen = [Text(formatting.plain(f"{one.name}: {one.chosen}")) for one in found.trainings if one.chosen]
+    lines = templates().get_template("demo.txt").render(found=found).split("\n")
+    words = [Text(formatting.plain(" ".join(line.split()))) for line in lines if line.strip()]
+    heading = Text("What was chosen:", style="bold")
+    return Group(tables.terminal(demo.demo_table(found)), Text(), heading, *chosen, Text(), *words)

@@ -1,14 +1,13 @@
 """A scaling study as terminal tables and as charts: who is best at each world size, and what every strategy reaches."""
 
 from collections.abc import Sequence
-from itertools import groupby
 from math import inf
 from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from anabranch.tools.predict.scaling.conclusions import BestAtSize, Gain, best_at_sizes, has_dense
+from anabranch.tools.predict.scaling.conclusions import Gain, best_at_sizes, has_dense
 from anabranch.tools.predict.scaling.named_planners import DDP_DEFAULT
 from anabranch.tools.predict.scaling.result import Curves, NetworkUsed, ScalePoint, Scaling
 from anabranch.tools.report.chart import Chart, Series, axis, band, curve, hover_text, layout, log_ticks, plotly_text
@@ -18,8 +17,8 @@ from anabranch.tools.report.formatting import Scale, count, factor, label, perce
 from anabranch.tools.report.tables import Cell, Table, number, terminal
 from anabranch.values.network import Network
 
-STRATEGIES_PER_TABLE = 5  # that 80 columns hold
 HEIGHT_PX = 430
+COMPRESSED = {"quantised": "best rounded", "sparse": "best sparse"}
 MAX_NETWORKS = 12  # of one sweep, with a chart each
 FLATTENS = 4.0  # times DDP's iteration: a slower line would press all others together, and is shown by a click only
 WORDS = {  # what the less known strategies are
@@ -29,15 +28,10 @@ WORDS = {  # what the less known strategies are
 
 
 def scaling_report(scaling: Scaling) -> RenderableType:
-    """Who is best where, network by network; of a single network also every strategy; then the answer in words."""
-    parts: list[RenderableType] = []
-    for network in scaling.networks:
-        curves = scaling.on(network.name)
-        if len(scaling.networks) == 1:
-            parts += _all_strategies(curves)
-        parts += _winners(scaling, network, curves)
-    parts += [Text(plain(said) + "\n") for said in scaling.answer]
-    return Group(*parts, Text(plain(f"Assumed: {'; '.join(scaling.assumptions)}.")))
+    """Who is best where, network by network; then the answer in words."""
+    tables = [part for network in scaling.networks for part in _winners(scaling, network, scaling.on(network.name))]
+    said = [Text(plain(said) + "\n") for said in scaling.answer]
+    return Group(*tables, *said, Text(plain(f"Assumed: {'; '.join(scaling.assumptions)}.")))
 
 
 def _winners(scaling: Scaling, network: NetworkUsed, curves: Curves) -> list[RenderableType]:
@@ -47,76 +41,36 @@ def _winners(scaling: Scaling, network: NetworkUsed, curves: Curves) -> list[Ren
     scale = time_scale(row.best.iteration_s for row in found)
     base = "DDP" if found[0].ddp.planner == DDP_DEFAULT else found[0].ddp.planner
     best = "best dense" if has_dense(scaling) else "best"
-    headers = ["ranks", f"{base}\n{scale.unit}", f"{best}\n{scale.unit}", f"over\n{base}", "effi-\nciency"]
     rows = [
-        [_ranks(row), Cell(_banded(row.ddp, scale), row.ddp.iteration_s),
-         *_best_cells(row.dense, row.ddp, scale)]
+        [number(row.world_size), Cell(_banded(row.ddp, scale), row.ddp.iteration_s),
+         *_best_cells(row.dense, row.ddp, scale), number(row.dense.efficiency, percent)]
         for row in found
     ]  # fmt: skip
-    parts: list[RenderableType] = [terminal(Table(network.name, headers, rows)), Text()]
-    kinds = [kind for kind in ("quantised", "sparse") if getattr(found[0], kind) is not None]
-    if kinds:
-        words = {"quantised": "best rounded", "sparse": "best sparse"}
-        headers = ["ranks"]
-        for kind in kinds:
-            headers += [f"{words[kind]}\n{scale.unit}", "over\ndense", "effi-\nciency"]
-        rows = [
-            [_ranks(row), *(cell for kind in kinds for cell in _best_cells(getattr(row, kind), row.dense, scale))]
-            for row in found
-        ]
-        parts += [terminal(Table(f"{network.name}, compressed", headers, rows)), Text()]
-    if said := _errors(scaling, curves):
-        parts += [Text(plain(f"Error, {MEANING}: {'; '.join(said)}.")), Text()]
-    name = label(network.name).plain
-    about = f"{name} is {network.source}. Band: {network.spread}. Costs: {network.extrapolation}."
-    return [*parts, Text(plain(about)), Text()]
-
-
-def _errors(scaling: Scaling, curves: Curves) -> list[str]:
-    """How lossy the plan of every strategy with compressed buckets is; nothing where no error is known."""
-    said = []
-    for strategy in scaling.strategies:
-        points = curves[strategy.name].values()
-        if strategy.sends == "dense" or any(point.error is None for point in points):
-            continue
-        alike = [(shown, [p.world_size for p in some]) for shown, some in groupby(points, lambda p: f"{p.error:.2g}")]
-        ranges = [" to ".join(f"{n:,}" for n in dict.fromkeys((sizes[0], sizes[-1]))) for _, sizes in alike]
-        where = [f"{shown} at {sizes} ranks" for (shown, _), sizes in zip(alike, ranges, strict=True)]
-        said.append(f"{label(strategy.name).plain} {', '.join(where) if len(alike) > 1 else alike[0][0]}")
-    return said
-
-
-def _ranks(row: BestAtSize) -> Cell:
-    return number(row.world_size)
+    headers = ["ranks", f"{base}\n{scale.unit}", f"{best}\n{scale.unit}", f"over\n{base}", "effi-\nciency"]
+    about = f"{label(network.name).plain} is {network.source}. Band: {network.spread}. Costs: {network.extrapolation}."
+    tables = [Table(network.name, headers, rows, about)]
+    headers, rows = ["ranks"], [[number(row.world_size)] for row in found]
+    for kind in ("quantised", "sparse"):
+        if getattr(found[0], kind) is not None:
+            headers += [f"{COMPRESSED[kind]}\n{scale.unit}", "over\ndense", "error"]
+            for cells, row in zip(rows, found, strict=True):
+                point: ScalePoint = getattr(row, kind)
+                cells += [*_best_cells(point, row.dense, scale), number(point.error, "{:.2g}".format)]
+    if len(headers) > 1:
+        tables.append(Table(f"{network.name}, compressed", headers, rows, f"Error: {MEANING}."))
+    return [part for table in tables for part in (terminal(table), Text())]
 
 
 def _best_cells(point: ScalePoint, other: ScalePoint, scale: Scale) -> list[Cell]:
-    """The step of a strategy, its gain over another, and its efficiency."""
+    """The step of a strategy, and its gain over another."""
     named = f"{label(point.planner).plain} {_banded(point, scale)}"
-    gain = Gain.over(point, other).middle
-    return [Cell(named, point.iteration_s), number(gain, factor), number(point.efficiency, percent)]
+    return [Cell(named, point.iteration_s), number(Gain.over(point, other).middle, factor)]
 
 
 def _banded(point: ScalePoint, scale: Scale) -> str:
     """The step, and under it its band where there is one."""
     low, high = scale(point.iteration_low_s), scale(point.iteration_high_s)
     return scale(point.iteration_s) + (f"\n{low}–{high}" if low != high else "")
-
-
-def _all_strategies(curves: Curves) -> list[RenderableType]:
-    """The iteration time of every strategy; the best of a row has a star."""
-    sizes = list(next(iter(curves.values())))
-    best_s = {ranks: min(curve[ranks].iteration_s for curve in curves.values()) for ranks in sizes}
-    scale = time_scale(best_s.values())
-    parts: list[RenderableType] = []
-    for low in range(0, len(curves), STRATEGIES_PER_TABLE):
-        names = list(curves)[low : low + STRATEGIES_PER_TABLE]
-        rows = []
-        for ranks in sizes:
-            times = [curves[name][ranks].iteration_s for name in names]
-            rows.append([number(ranks), *(Cell("* " * (at == best_s[ranks]) + scale(at), at) for at in times)])
-        parts += [terminal(Table(f"Iteration, {scale.unit}", ["ranks", *names], rows)), Text()]
-    return [*parts, Text("* best of all strategies at that world size."), Text()]
 
 
 # ----------------------------------------------------------------------------------------------------------- charts

@@ -1,25 +1,12 @@
 """Training steps, predicted or measured, drawn over time: buckets fill, their messages are hidden or exposed."""
 
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any, NamedTuple
 
-from anabranch.tools.report.chart import (
-    EDGE_PX,
-    ROW_PX,
-    Chart,
-    Series,
-    axis,
-    bar_style,
-    bars,
-    hover_text,
-    layout,
-    name_lines,
-    plotly_text,
-    rows_axis,
-)
+from anabranch.tools.report import chart
 from anabranch.tools.report.documents import PlanDocument, PlannedBucket, SimulateDocument
 from anabranch.tools.report.figures import bucket_number, planned_buckets
 from anabranch.tools.report.formatting import count, seconds, size, time_scale
@@ -127,7 +114,7 @@ class _Bar(NamedTuple):
     hover: str
 
 
-def step_chart(key: str, label: str, steps: Sequence[StepView], caption: str, filling: bool = False) -> Chart:
+def step_chart(key: str, label: str, steps: Sequence[StepView], caption: str, filling: bool = False) -> chart.Chart:
     """Steps one above the other on one time axis; several steps have a title each.
 
     With ``filling``, a row shows when buckets fill, where that is known.
@@ -156,42 +143,36 @@ def step_chart(key: str, label: str, steps: Sequence[StepView], caption: str, fi
         style = {"color": "--ink", "width": 1.5, "dash": "dot"}
         edges = {"x0": end, "x1": end, "y0": top - 0.5, "y1": len(labels) - 0.5}
         ends.append({"type": "line", **edges, "line": style})
-    edged = all(len(view.timeline.communication) <= MAX_EDGED for view in steps)
-    data: list[Series] = []
-    for kind, found in bars_in.items():
-        if found:
-            starts = [drawn(bar.interval[0]) for _, bar in found]
-            lengths = [drawn(bar.interval[1] - bar.interval[0]) for _, bar in found]
-            data.append(_series(kind, found, starts, lengths, edged))
-    shape = layout(
-        axis(f"time from the start of backward, {scale.unit}", zeroline=True, showgrid=True),
-        {**rows_axis(labels, 14), "autorange": False, "range": [len(labels) - 0.4, -0.6]}, barmode="overlay",
+    edge = 0.7 if all(len(view.timeline.communication) <= MAX_EDGED for view in steps) else 0.0
+    data = [_series(kind, found, drawn, edge) for kind, found in bars_in.items() if found]
+    shape = chart.layout(
+        chart.axis(f"time from the start of backward, {scale.unit}", zeroline=True, showgrid=True),
+        {**chart.rows_axis(labels, 14), "autorange": False, "range": [len(labels) - 0.4, -0.6]}, barmode="overlay",
         shapes=ends, uniformtext={"mode": "hide", "minsize": 9}, annotations=titles,
     )  # fmt: skip
     shape["legend"]["y"] = 1.0
     keys = [at for at, series in enumerate(data) if series["name"] in MESSAGES]
-    return Chart(key, label, data, shape, len(labels) * ROW_PX + EDGE_PX, caption, arrow_key_series=keys)
+    height = len(labels) * chart.ROW_PX + chart.EDGE_PX
+    return chart.Chart(key, label, data, shape, height, caption, arrow_key_series=keys)
+
+
+def _series(kind: str, found: Sequence[tuple[int, _Bar]], drawn: Callable[[float], float], edge: float) -> chart.Series:
+    name, colour, pattern = KINDS[kind]
+    style = {**chart.bar_style(colour, pattern), "line": {"color": "--page", "width": edge}}
+    return chart.bars(
+        name, [drawn(bar.interval[1] - bar.interval[0]) for _, bar in found], [row for row, _ in found],
+        [bar.hover for _, bar in found], style,
+        base=[drawn(bar.interval[0]) for _, bar in found], text=[bar.inside for _, bar in found], width=0.72,
+        textposition="inside", textangle=0, insidetextanchor="middle", insidetextfont={"color": "--on-bar"},
+        constraintext="inside",
+    )  # fmt: skip
 
 
 def _title(text: str, row: int) -> dict[str, Any]:
     return {
         "xref": "paper", "x": 0, "y": row, "yref": "y", "xanchor": "left", "yanchor": "middle", "showarrow": False,
-        "text": f"<b>{plotly_text(text, 80)}</b>",
+        "text": f"<b>{chart.plotly_text(text, 80)}</b>",
     }  # fmt: skip
-
-
-def _series(
-    kind: str, found: Sequence[tuple[int, _Bar]], starts: Sequence[float], lengths: Sequence[float], edged: bool
-) -> Series:
-    name, colour, pattern = KINDS[kind]
-    # Narrow bars would be all edge: neighbours differ by shade instead.
-    shades = [0.75 if at % 2 and not edged else 1.0 for at in range(len(found))]
-    style = {**bar_style(colour, pattern), "opacity": shades, "line": {"color": "--page", "width": 0.7 * edged}}
-    return bars(
-        name, lengths, [row for row, _ in found], [bar.hover for _, bar in found], style, base=starts,
-        text=[bar.inside for _, bar in found], width=0.72, textposition="inside", textangle=0,
-        insidetextanchor="middle", insidetextfont={"color": "--on-bar"}, constraintext="inside",
-    )  # fmt: skip
 
 
 def _rows(view: StepView, filling: bool) -> list[tuple[str, list[_Bar]]]:
@@ -200,7 +181,7 @@ def _rows(view: StepView, filling: bool) -> list[tuple[str, list[_Bar]]]:
     for kind in ("forward", "backward"):
         own = [span for span in view.timeline.compute if span.name.startswith("forward") == (kind == "forward")]
         for start_s, end_s in union(own):  # a simulated backward has a span per gradient
-            hover = hover_text(kind, f"{seconds(end_s - start_s)}, to {seconds(end_s)}")
+            hover = chart.hover_text(kind, f"{seconds(end_s - start_s)}, to {seconds(end_s)}")
             row.append(_Bar(kind, (start_s, end_s), kind, hover))
     rows = [("compute", row)]
     if filling and (fills := _filling(view.buckets)):
@@ -218,7 +199,7 @@ def _filling(buckets: Sequence[PlannedBucket]) -> list[_Bar]:
     found, before_s = [], 0.0
     ready = [(bucket.ready_s, bucket) for bucket in buckets if bucket.ready_s is not None]
     for full_s, bucket in sorted(ready, key=lambda pair: pair[0]):
-        hover = hover_text(_bucket_words(bucket), f"full at {seconds(full_s)}", *name_lines(bucket.names))
+        hover = chart.hover_text(_bucket_words(bucket), f"full at {seconds(full_s)}", *chart.name_lines(bucket.names))
         found.append(_Bar("filling", (min(before_s, full_s), full_s), str(bucket.index), hover))
         before_s = full_s
     return found
@@ -230,19 +211,19 @@ def _message(
     """A message: waiting, hidden and exposed parts; its bucket's number is written into the longest of the last two."""
     number = bucket_number(span.name)
     bucket = buckets.get(number) if number is not None else None
-    label = plotly_text(span.name, 48) if number is None else f"bucket {number}"
+    label = chart.plotly_text(span.name, 48) if number is None else f"bucket {number}"
     about, names = (_bucket_words(bucket), bucket.names) if bucket else (f"<b>{label}</b>", ())
     found, begin_s = [], span.start_s
     if (wait := view.waits.get(span.name)) is not None:
         begin_s = min(wait.until_s, span.end_s)
         words = f"waits for rank {wait.rank}"
-        hover = hover_text(about, f"{words}: {seconds(begin_s - span.start_s)}, to {seconds(begin_s)}")
+        hover = chart.hover_text(about, f"{words}: {seconds(begin_s - span.start_s)}, to {seconds(begin_s)}")
         found.append(_Bar("waiting", (span.start_s, begin_s), words, hover))
     parts = _parts((begin_s, span.end_s), computing)
     exposed_s = sum(end - start for kind, (start, end) in parts if kind == "exposed")
     times = f"{seconds(begin_s)} to {seconds(span.end_s)}: {seconds(span.end_s - begin_s)}"
     bare = f", {seconds(exposed_s)} of it exposed" if exposed_s > 0 else ", all of it hidden"
-    hover = hover_text(about, times + bare, *name_lines(names))
+    hover = chart.hover_text(about, times + bare, *chart.name_lines(names))
     longest = max(parts, key=lambda part: part[1][1] - part[1][0])
     inside = "" if number is None else str(number)
     return [*found, *(_Bar(part[0], part[1], inside if part is longest else "", hover) for part in parts)]
@@ -251,7 +232,7 @@ def _message(
 def _bucket_words(bucket: PlannedBucket) -> str:
     much = "" if bucket.nbytes is None else f", {size(bucket.nbytes)}"
     sent = "" if bucket.sent_nbytes is None else f", a rank sends {size(bucket.sent_nbytes)}"
-    by = plotly_text(bucket.collective, 24)
+    by = chart.plotly_text(bucket.collective, 24)
     return f"<b>bucket {bucket.index}</b>: {count(bucket.tensors, 'tensor')}{much}, {by}{sent}"
 
 

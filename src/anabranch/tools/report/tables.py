@@ -18,13 +18,11 @@ from anabranch.tools.report.formatting import bandwidth, count, label, percent, 
 from anabranch.values.links import AlphaBeta, TwoLevel
 from anabranch.values.network import Network
 from anabranch.values.plan import Plan
-from anabranch.values.timeline import COMPUTE, Timeline
+from anabranch.values.timeline import Timeline
 from anabranch.values.trace import Trace
 
 MAX_ROWS = 200  # more is for --json, not for eyes
 LARGEST = 8
-MAX_TRACKS = 65  # the lanes of the largest plan, and the computation
-MAX_LABEL = 12
 
 Pairs = list[tuple[str, str | Text]]
 
@@ -123,14 +121,10 @@ def trace_report(trace: Trace) -> RenderableType:
     largest = sorted(trace.tensors, key=lambda tensor: -tensor.nbytes)[:LARGEST]
     scale = time_scale(tensor.ready_s for tensor in largest)
     rows = [
-        [
-            number(t.nbytes, size),
-            number(t.nbytes / max(trace.nbytes, 1), percent),
-            number(t.ready_s, scale),
-            Cell(t.name),
-        ]
+        [number(t.nbytes, size), number(t.nbytes / max(trace.nbytes, 1), percent), number(t.ready_s, scale),
+         Cell(t.name)]
         for t in largest
-    ]
+    ]  # fmt: skip
     table = Table("Largest", ["size", "share", f"ready, {scale.unit}", "name"], rows)
     return Group(facts("Trace", [*pairs, *meta_pairs(trace.meta)]), Text(), terminal(table))
 
@@ -161,24 +155,24 @@ def plan_report(plan: Plan) -> RenderableType:
     tensors = count(sum(len(bucket.names) for bucket in plan.buckets), "tensor")
     buckets = f"{len(plan):,}, on {count(plan.lanes, 'lane')}, of {tensors}"
     rows = [
-        [
-            number(at, str),
-            number(b.lane, str),
-            number(len(b.names)),
-            Cell(b.collective),
-            Cell(b.names[0]),
-            Cell(b.names[-1]),
-        ]
+        [number(at, str), number(b.lane, str), number(len(b.names)), Cell(b.collective), Cell(b.names[0]),
+         Cell(b.names[-1])]
         for at, b in enumerate(plan.buckets)
-    ]
+    ]  # fmt: skip
     table = Table("Launch order", ["#", "lane", "tensors", "by", "first", "last"], rows)
     return Group(facts("Plan", [("buckets", buckets), ("fingerprint", plan.fingerprint)]), Text(), terminal(table))
 
 
 def timeline_report(timeline: Timeline) -> RenderableType:
-    """Durations, and the step drawn in characters."""
+    """Durations, and the messages."""
     pairs = [*duration_pairs(Durations(**timeline_figures(timeline))), *meta_pairs(timeline.meta)]
-    return Group(facts("Timeline", pairs), Text(), gantt(timeline))
+    scale = time_scale(span.end_s for span in timeline.communication)
+    headers = ["track", f"start, {scale.unit}", f"end, {scale.unit}", "message"]
+    rows = [
+        [Cell(span.track), number(span.start_s, scale), number(span.end_s, scale), Cell(span.name)]
+        for span in timeline.communication
+    ]
+    return Group(facts("Timeline", pairs), Text(), terminal(Table("Messages", headers, rows)))
 
 
 def duration_pairs(step: Durations) -> Pairs:
@@ -223,30 +217,3 @@ def _model(model: AlphaBeta | TwoLevel | None) -> str:
         return f"{count(model.ranks_per_node, 'rank')} a node; inside {inside}; across {across}"
     gbit = f"{8e-9 / model.beta_s_per_byte:.3g} Gbit/s" if model.beta_s_per_byte else "no transfer cost"
     return f"{model.algorithm}, latency {seconds(model.alpha_s)}, {gbit}"
-
-
-def gantt(timeline: Timeline, width: int = 64) -> Text:
-    """A step drawn in characters: ``f`` is forward, ``b`` backward, a digit the last one of a message's number.
-
-    A column shows the last span that touches it, so that a message shorter than a column is still seen.
-    """
-    origin_s, whole_s = min(span.start_s for span in timeline.spans), timeline.iteration_s
-
-    def column(at_s: float) -> int:
-        return int((at_s - origin_s) / whole_s * width) if whole_s > 0 else 0
-
-    rows: dict[str, list[str]] = {COMPUTE: ["."] * width}
-    messages = 0
-    for span in timeline.spans:
-        if span.track == COMPUTE:
-            mark = span.name[:1] if span.name.startswith(("forward", "backward")) else "#"
-        else:
-            mark, messages = str(messages % 10), messages + 1
-        first = min(column(span.start_s), width - 1)
-        last = min(width, max(column(span.end_s), first + 1))
-        rows.setdefault(span.track, ["."] * width)[first:last] = mark * (last - first)
-    gutter = min(MAX_LABEL, max(len(plain(track)) for track in rows))
-    lines = [f"{plain(track)[:gutter]:<{gutter}}  {''.join(row)}" for track, row in list(rows.items())[:MAX_TRACKS]]
-    start, end = seconds(origin_s), seconds(timeline.finish_s)
-    lines.append(f"{'':{gutter}}  {start}{end.rjust(width - len(start))}")
-    return Text("\n".join([*lines, "f forward, b backward, 0-9 a message (last digit of its number), . idle"]))

@@ -1,16 +1,16 @@
 """Trainings: files of JSON lines (metrics of ``ab.JsonLines``, losses, or both), as curves and as a table of stages."""
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from operator import itemgetter
 from statistics import median
 from typing import Annotated, Any, NamedTuple
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
 
 from anabranch.tools.report.chart import Chart, Layout, Series, axis, curve, layout, plotly_text
-from anabranch.tools.report.documents import LEAST_GAIN, MAX_NUMBER, Count, Instant, Number
+from anabranch.tools.report.documents import MAX_NUMBER, Count, Instant, Number
 from anabranch.tools.report.formatting import shortened, time_scale
 from anabranch.tools.report.tables import Cell, Table, number
 from anabranch.values.errors import FileError
@@ -80,14 +80,16 @@ def trainings(text: bytes, where: str, name: str) -> list[Training]:
     for at, row in enumerate(text.split(b"\n"), start=1):
         if not row.strip(b" \t\r\0"):
             continue
+        place = f"{where}, line {at}"
         try:
-            line = _line(row, f"{where}, line {at}")
+            value = parse_json(row.strip(b"\0"), place, nan_as_none=True)
         except FileError:
-            if not _is_truncated(row):
+            if not row.lstrip(b" \t\0").startswith(b"{"):
                 raise
             truncated += 1
             left_out.append(f"line {at:,}, which is not complete")
             continue
+        line = _line(value, place)
         if "loss" in line.model_fields_set and line.loss is None:
             left_out.append(f"the loss of step {line.step:,}, which is not a number")
         lines.append(line)
@@ -121,19 +123,7 @@ def _runs(lines: Sequence[StepLine], name: str, note: str) -> list[Training]:
     return found
 
 
-def _is_truncated(row: bytes) -> bool:
-    """Whether a line begins as a JSON object and is cut off, or runs into the next one."""
-    try:
-        json.loads(row)
-    except json.JSONDecodeError:
-        return row.lstrip(b" \t\0").startswith(b"{")
-    except (ValueError, RecursionError):
-        pass
-    return False
-
-
-def _line(row: bytes, where: str) -> StepLine:
-    value = parse_json(row.strip(b"\0"), where, nan_as_none=True)
+def _line(value: Any, where: str) -> StepLine:
     try:
         line = StepLine.model_validate(value)
     except ValidationError as error:
@@ -175,11 +165,6 @@ class LayoutGain(NamedTuple):
     own_s: float
     kept_s: float
 
-    @property
-    def faster(self) -> bool:
-        """Whether the layout at the end is so by more than noise."""
-        return self.kept_s <= (1 - LEAST_GAIN) * self.own_s
-
 
 def layout_gain(run: Training) -> LayoutGain | None:
     """What the search gained; None where too few steps tell."""
@@ -203,12 +188,8 @@ def downsample(points: Sequence[Point]) -> Sequence[Point]:
         return points
     per_bin = -(-len(points) // (MAX_POINTS // 2))
     bins = [points[low : low + per_bin] for low in range(0, len(points), per_bin)]
-    extremes = ((min(part, key=_value), max(part, key=_value)) for part in bins)
-    return [point for pair in extremes for point in sorted(set(pair))]
-
-
-def _value(point: Point) -> float:
-    return point[1]
+    extremes = ({min(part, key=itemgetter(1)), max(part, key=itemgetter(1))} for part in bins)
+    return [point for pair in extremes for point in sorted(pair)]
 
 
 class _Panel(NamedTuple):
@@ -219,12 +200,10 @@ class _Panel(NamedTuple):
     predicted: str = ""
     scale: float = 1.0
 
-    def known(self, run: Training, name: str) -> list[Point]:
+    def known(self, run: Training, name: str) -> Sequence[Point]:
         """The steps that have the quantity, and its values; those next to zero are zero."""
-        pairs = [(line.step, getattr(line, name, None)) for line in run.lines]
-        return [
-            (step, value * self.scale if abs(value) > SMALLEST else 0.0) for step, value in pairs if value is not None
-        ]
+        pairs = [(line.step, getattr(line, name)) for line in run.lines] if name else []
+        return downsample([(at, v * self.scale if abs(v) > SMALLEST else 0.0) for at, v in pairs if v is not None])
 
 
 def training_chart(runs: Sequence[Training]) -> Chart | None:
@@ -243,13 +222,14 @@ def training_chart(runs: Sequence[Training]) -> Chart | None:
     names = list(dict.fromkeys(run.name for run in shown))  # losses and metrics of one file look alike
     data: list[Series] = []
     for place, panel in enumerate(panels):
+        style: dict[str, Any] = {"mode": "lines", "yaxis": f"y{place + 1}" if place else "y"}
         for run in shown:
-            for what in (panel.measured, panel.predicted):
-                if points := downsample(panel.known(run, what)):
-                    is_prediction = what == panel.predicted
-                    data.append(
-                        _series(panel, points, None if is_prediction else names.index(run.name), run.name, place)
-                    )
+            index = names.index(run.name)
+            if points := panel.known(run, panel.measured):
+                data.append(_series(run.name, panel, points, index, {**style, "legendgroup": str(index)}))
+            if points := panel.known(run, panel.predicted):  # which holds until the layout changes
+                line = {"color": "--ink", "dash": "dot", "width": 2, "shape": "hv"}
+                data.append(_series(PREDICTED, panel, points, index, {**style, "line": line}))
     in_legend = {PREDICTED, *(map(plotly_text, names) if len(names) > 1 else ())}
     for series in data:
         series["showlegend"] = series["name"] in in_legend
@@ -259,16 +239,11 @@ def training_chart(runs: Sequence[Training]) -> Chart | None:
     return Chart("training-chart", label, data, _layout(panels), height, _caption(runs), one_curve_at_a_time=True)
 
 
-def _series(panel: _Panel, points: Sequence[Point], index: int | None, name: str, place: int) -> Series:
-    """A run's curve; a prediction where index is None."""
-    style: dict[str, Any] = {"mode": "lines", "yaxis": f"y{place + 1}" if place else "y", "legendgroup": str(index)}
-    about = f"<b>{plotly_text(name, 40)}</b><br>"
-    if index is None:  # holds until the layout changes
-        style["line"] = {"color": "--ink", "dash": "dot", "width": 2, "shape": "hv"}
-        name, about = PREDICTED, f"{PREDICTED} "
-    hovers = [f"{about}step {step:,}: {panel.title} {value:.5g}" for step, value in points]
+def _series(name: str, panel: _Panel, points: Sequence[Point], index: int, style: dict[str, Any]) -> Series:
     steps, values = zip(*points, strict=True)
-    return curve(name, steps, values, hovers, index or 0, **style)
+    about = f"<b>{plotly_text(name, 40)}</b><br>"
+    hovers = [f"{about}step {step:,}: {panel.title} {value:.5g}" for step, value in points]
+    return curve(name, steps, values, hovers, index, **style)
 
 
 def _layout(panels: Sequence[_Panel]) -> Layout:

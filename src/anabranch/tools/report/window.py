@@ -1,4 +1,4 @@
-"""Files of ``model.trace_steps``: some steps of all ranks, on one clock."""
+"""Files of ``model.trace_steps`` and ``watch.trace_steps``: some steps of all ranks, on one clock."""
 
 import re
 from collections.abc import Mapping, Sequence

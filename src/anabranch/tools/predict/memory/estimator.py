@@ -6,7 +6,6 @@ from typing import Literal
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map_only
 
 from anabranch.lean.activations.recompute import recompute
 from anabranch.lean.options import OptimizerFactory
@@ -24,7 +23,6 @@ OPTIMIZERS: Mapping[str, OptimizerFactory] = {
     "adamw": lambda params: torch.optim.AdamW(params, lr=1e-4, foreach=True),
 }
 MAX_BATCH = 1 << 16  # no larger batch is tried
-DDP_BUCKETS = "25 MiB in the order of backward"
 
 
 class MemoryEstimator:
@@ -52,10 +50,8 @@ class MemoryEstimator:
         activations: ActivationMode = "keep",
         *,
         half: bool = False,
-        buckets: str = DDP_BUCKETS,
-        dtype: str = "the model in the type it is built in",
     ) -> None:
-        """``half``: under autocast to bfloat16. ``buckets`` and ``dtype`` are the words for them in the assumptions."""
+        """``half``: under autocast to bfloat16."""
         self._activations = activations
 
         @cache
@@ -67,11 +63,11 @@ class MemoryEstimator:
 
         self._profile = profile
         self.assumptions = [
-            dtype,
+            "the model in the type it is built in",
             "operations keep what they keep on a GPU",
             f"cuDNN takes {CONVOLUTION_WORKSPACE:g} times the bytes of a convolution's tensors, cuBLAS 64 MiB",
             "what NCCL, the CUDA context and fragmentation take is not counted",
-            f"buckets: {buckets}; naive sparse exchanges the whole model after backward",
+            "buckets: 25 MiB in the order of backward; naive sparse exchanges the whole model after backward",
         ]
         if half:
             self.assumptions.append("forward runs under autocast to bfloat16; weights and gradients stay as they are")
@@ -99,23 +95,6 @@ def with_recomputation(build: Build) -> Build:
         return model, loss
 
     return rebuilt
-
-
-def in_bfloat16(build: Build) -> Build:
-    """The same model with weights of bfloat16, and so gradients and the optimizer's state; inputs are cast."""
-
-    def lowered(tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.bfloat16() if tensor.dtype == torch.float32 else tensor
-
-    def built(device: torch.device) -> tuple[nn.Module, Loss]:
-        model, loss = build(device)
-        model = model.bfloat16()
-        model.register_forward_pre_hook(
-            lambda _, args, kwargs: tree_map_only(torch.Tensor, lowered, (args, kwargs)), with_kwargs=True
-        )
-        return model, loss
-
-    return built
 
 
 def largest_batch(

@@ -15,9 +15,8 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from anabranch.exchange.compression import may_be_sparse
-from anabranch.lean.activations.cost_model import BlockCosts
-from anabranch.lean.activations.managed import PROFILED_STEPS
-from anabranch.lean.activations.profiler import BlockProfiler
+from anabranch.lean.activations.profiler import PROFILED_STEPS, BlockProfiler
+from anabranch.lean.activations.solver import BlockCosts
 from anabranch.lean.memory_budget import Held, WithinChoice, choose_within, gradients_of
 from anabranch.lean.options import OptimizerFactory
 from anabranch.observe.clock import HostClock

@@ -115,7 +115,7 @@ class Scaling:
     networks: tuple[NetworkUsed, ...]
     strategies: tuple[Strategy, ...]
     points: tuple[ScalePoint, ...]
-    jitter: float = 0.0
+    jitter: float = 0.0  # to ``fixed_share``: of retired options, which older files have
     stragglers: int = 0
     straggler_factor: float = 1.0
     seed: int = 0
