@@ -25,7 +25,8 @@ def test_each_bucket_has_its_exchange_and_the_time_that_it_saves() -> None:
 
 
 def test_without_a_network_buckets_have_no_times() -> None:
-    assert "-         - weight" in explanation(replace(NOTHING, trace=TRACE, plan=PLAN)).splitlines()[-1]
+    *_, line = explanation(replace(NOTHING, trace=TRACE, plan=PLAN)).splitlines()
+    assert line.split()[-3:] == ["-", "-", "weight"]
 
 
 def test_before_anything_is_found_only_the_stage_is_shown() -> None:

@@ -1,6 +1,6 @@
 """The text of ``explain()``: what a DataParallel does and why, with predictions next to measurements."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from anabranch.observe.measure import POOR_SPREAD
@@ -9,12 +9,12 @@ from anabranch.tuning.decisions import step_noise
 from anabranch.tuning.predictions import prediction_s, share_of_recorded
 from anabranch.tuning.trial import Trial
 from anabranch.values.files import plain
+from anabranch.values.kinds.names import DENSE
 from anabranch.values.network import Network
 from anabranch.values.plan import Plan
 from anabranch.values.trace import Trace
 
 MIB = 1 << 20
-TEXT_COLUMNS = (0, 1, 9)  # of the table of trials
 MUCH_NOISE = 0.05
 
 
@@ -94,10 +94,8 @@ def in_short(found: Findings) -> str:
         others = [f"{trial.label} {trial.step_s * 1e3:.2f} ms" for trial in found.trials if trial is not own]
         tried = f" Tried: {'; '.join(others)}." if others else ""
         return f"nothing was gained ({found.stage}); {took}.{tried}"
-    predicted = ""
-    if found.trace is not None and found.network is not None:
-        seconds = prediction_s(found.trace, kept.plan, found.network)
-        predicted = f" (predicted {seconds * 1e3:.2f} ms)" if seconds is not None else ""
+    seconds = prediction_s(found.trace, kept.plan, found.network)
+    predicted = f" (predicted {seconds * 1e3:.2f} ms)" if seconds is not None else ""
     return (
         f"{own.step_s / kept.step_s:.2f}× as fast. {took}, {kept.label} {kept.step_s * 1e3:.2f} ms{predicted}; from "
         "the start of forward to averaged gradients."
@@ -120,33 +118,25 @@ def _lanes(network: Network) -> str:
     slowdown = network.contention.slowdown(2)
     if slowdown >= 2 * 0.98:
         return "two messages at once take no less time than one after the other"
-    gain = 2 / slowdown
-    return f"two messages at once take {slowdown:.2f} times as long as one, so a second lane gains up to {gain:.2f}×"
+    gain = f"a second lane gains up to {2 / slowdown:.2f}×"
+    return f"two messages at once take {slowdown:.2f} times as long as one, so {gain}"
 
 
 def _trials(found: Findings) -> list[str]:
-    first = found.trials[0]
-    table = [("", "layout", "buckets", "lanes", "predicted", "measured", "error", "exposed", "speed-up", "result")]
+    """A row per layout that was tried: its prediction and its measurement."""
+    rows = [("", "layout", "buckets", "lanes", "predicted", "measured", "error", "exposed", "speed-up", "result")]
     for trial in found.trials:
-        predicted, error = "-", "-"
-        if found.network is not None and found.trace is not None:
-            seconds = prediction_s(found.trace, trial.plan, found.network)
-            if seconds is not None:
-                predicted, error = f"{seconds * 1e3:.2f} ms", f"{seconds / trial.step_s - 1:+.0%}"
-        shape = (str(len(trial.plan)), str(trial.plan.lanes)) if trial.plan is not None else ("-", "1")
-        table.append((
-            "*" if trial is found.kept else "", trial.label, *shape, predicted, f"{trial.step_s * 1e3:.2f} ms", error,
-            f"{trial.exposed_s * 1e3:.2f} ms", f"{first.step_s / trial.step_s:.2f}×", trial.result,
+        predicted = error = "-"
+        if (seconds := prediction_s(found.trace, trial.plan, found.network)) is not None:
+            predicted, error = f"{seconds * 1e3:.2f} ms", f"{seconds / trial.step_s - 1:+.0%}"
+        buckets, lanes = (str(len(trial.plan)), str(trial.plan.lanes)) if trial.plan is not None else ("-", "1")
+        rows.append((
+            "*" if trial is found.kept else "", trial.label, buckets, lanes, predicted, f"{trial.step_s * 1e3:.2f} ms",
+            error, f"{trial.exposed_s * 1e3:.2f} ms", f"{found.trials[0].step_s / trial.step_s:.2f}×", trial.result,
         ))  # fmt: skip
-    widths = [max(len(row[column]) for row in table) for column in range(len(table[0]))]
-    lines = []
-    for row in table:
-        justified = [cell.rjust(width) for cell, width in zip(row, widths, strict=True)]
-        for column in TEXT_COLUMNS:
-            justified[column] = row[column].ljust(widths[column])
-        lines.append(" ".join(justified).rstrip())
     star = "* in force. " if found.kept in found.trials else ""
-    lines.append(f"{star}From the start of forward to averaged gradients; medians on rank 0.")
+    note = f"{star}From the start of forward to averaged gradients; medians on rank 0."
+    lines = [*_table(rows, left=(0, 1, 9)), note]
     noise = step_noise([trial.steps_s for trial in found.trials])
     if noise > MUCH_NOISE:
         lines.append(f"Steps of the same layout differ by about {noise:.0%}, so small gains cannot be seen.")
@@ -154,12 +144,9 @@ def _trials(found: Findings) -> list[str]:
 
 
 def _buckets(plan: Plan, trace: Trace | None, network: Network | None) -> list[str]:
-    """A line per bucket: its exchange, and its predicted time by itself and that of a dense one."""
+    """A row per bucket: its exchange, and its predicted time by itself and that of a dense one."""
     tensors = {tensor.name: tensor for tensor in trace.tensors} if trace is not None else {}
-    lines = [
-        f"Plan {plan.fingerprint[:12]}:",
-        "  # lane by               MiB gradients ready, ms takes, ms dense, ms last gradient",
-    ]
+    rows = [("  #", "lane", "by", "MiB", "gradients", "ready, ms", "takes, ms", "dense, ms", "last gradient")]
     taken_s = dense_s = 0.0
     for index, bucket in enumerate(plan.buckets):
         kind, members = bucket.collective, [tensors[name] for name in bucket.names if name in tensors]
@@ -169,18 +156,26 @@ def _buckets(plan: Plan, trace: Trace | None, network: Network | None) -> list[s
             mib, ready = f"{nbytes / MIB:.3f}", f"{max(tensor.ready_s for tensor in members) * 1e3:.2f}"
         if members and network is not None and kind in network.curves:
             seconds = network.seconds(kind, sum(tensor.cost_nbytes(kind) for tensor in members))
-            plain_s = network.seconds("dense", nbytes)
+            plain_s = network.seconds(DENSE, nbytes)
             takes, dense = f"{seconds * 1e3:.2f}", f"{plain_s * 1e3:.2f}"
-            if kind != "dense":
+            if kind != DENSE:
                 taken_s, dense_s = taken_s + seconds, dense_s + plain_s
-        lines.append(
-            f"{index:3d} {bucket.lane:4d} {kind:11s} {mib:>8} {len(bucket.names):9d} {ready:>9} {takes:>9} {dense:>9} "
-            f"{bucket.names[-1]}"
-        )
+        count, last = str(len(bucket.names)), bucket.names[-1]
+        rows.append((str(index), str(bucket.lane), kind, mib, count, ready, takes, dense, last))
+    lines = [f"Plan {plan.fingerprint[:12]}:", *_table(rows, left=(2, 8))]
     if dense_s > 0:
-        compressed = sum(bucket.collective != "dense" for bucket in plan.buckets)
+        compressed = sum(bucket.collective != DENSE for bucket in plan.buckets)
         lines.append(
             f"{compressed} of {len(plan)} buckets are compressed, which saves {(dense_s - taken_s) * 1e3:.2f} ms of "
             f"the {dense_s * 1e3:.2f} ms that dense messages would take (predicted)."
         )
     return lines
+
+
+def _table(rows: Sequence[Sequence[str]], left: Collection[int]) -> list[str]:
+    """Rows in columns, those with numbers in ``left`` to the left."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        " ".join(cell.ljust(widths[i]) if i in left else cell.rjust(widths[i]) for i, cell in enumerate(row)).rstrip()
+        for row in rows
+    ]

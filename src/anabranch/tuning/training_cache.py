@@ -60,15 +60,13 @@ class TrainingCache:
         self._ranks = dist.get_world_size(group)
         self._training_lines = key_lines(options, self._ranks, dist.get_backend(group))
         self._input: str | None = None
-        self._input_noted = False  # the first input may show nothing
         self._newest_input: str | None = None  # the line of its key
         self._key: CacheKey | None = None
         self._hardware: list[str] = []
 
     def note_input(self, *inputs: object) -> None:
         """Call this with the inputs of each differentiated forward: the first ones show the batch size."""
-        if not self._input_noted:
-            self._input_noted = True
+        if self._input is None:
             self._input = described_input(inputs)
 
     def read(self, control: Group, max_lanes: int) -> CachedChoice | None:
