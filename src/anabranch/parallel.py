@@ -32,7 +32,7 @@ from anabranch.exchange.compression import (
 )
 from anabranch.exchange.groups import USE_A_TORCH_GROUP, is_in_python, no_clone_reason
 from anabranch.exchange.model_parameters import model_parts
-from anabranch.exchange.residuals.optimizer_momentum import check_shareable, share_momentum
+from anabranch.exchange.residuals.momentum import check_shareable, share_momentum
 from anabranch.tuning.options import Planner, TuningOptions
 from anabranch.tuning.policy import DEFAULT_POLICY, TuningPolicy, check_policy
 from anabranch.tuning.tuned_model import CLOSED, Tuned
@@ -228,8 +228,7 @@ class DataParallel(Tuned, ExtensibleDDP):
             if torch.is_grad_enabled():
                 self._follow_scale()
             if torch.is_grad_enabled() and not self._inside_join:
-                self._note_input(inputs, kwargs)
-                self._tuner.before_forward(averaged=self.require_backward_grad_sync)
+                self._tuner.before_forward(self.require_backward_grad_sync, inputs, kwargs)
             self._layout.buffers.drain()  # after the step's first mark, so that this wait is measured
 
     @_disable_dynamo
@@ -257,7 +256,6 @@ class DataParallel(Tuned, ExtensibleDDP):
         self._tuner.stop(reason)
         self._release()
         self._tuner = None
-        self._cache = None
         self._collectives = None
         self._layout = None
         self._graph_cutter = None
@@ -278,7 +276,7 @@ class DataParallel(Tuned, ExtensibleDDP):
 
     def __getstate__(self) -> dict[str, Any]:
         attributes: dict[str, Any] = super().__getstate__()
-        for name in ("_tuner", "_cache", "_release", "_collectives", "_layout", "_scaler", "_graph_cutter"):
+        for name in ("_tuner", "_release", "_collectives", "_layout", "_scaler", "_graph_cutter"):
             attributes.pop(name, None)
         if self._tuner is not None:
             self._drop_comm_hooks(attributes)  # the plan's hook, which the copy does not have

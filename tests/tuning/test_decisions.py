@@ -18,7 +18,6 @@ from anabranch.tuning.decisions import (
     allowed_loss,
     compare,
     drift,
-    drifted,
     judge,
     most_gain,
     next_action,
@@ -181,12 +180,6 @@ def test_a_comparison_that_must_end_takes_what_is_likelier(factor: float, verdic
     assert judge(pair, DEFAULT_POLICY).verdict == "undecided"
     assert judge(pair, DEFAULT_POLICY, end_now=True).verdict == verdict
     assert judge(pairs(0.995, 1), replace(DEFAULT_POLICY, min_gain=-0.01), end_now=True).verdict == "faster"
-
-
-def test_a_drift_is_sought_in_the_last_two_windows() -> None:
-    assert drifted([WINDOW] * 3 + [times(WINDOW, 1.3)] * 2, DEFAULT_POLICY) is not None
-    assert drifted([WINDOW] * 4 + [times(WINDOW, 1.3)], DEFAULT_POLICY) is None
-    assert drifted([times(WINDOW, 1.3)] * 2, DEFAULT_POLICY) is None, "nothing is usual yet"
 
 
 # ------------------------------------------------------------------------------------------- what a search does next

@@ -86,8 +86,10 @@ def parts_at(cuts: Sequence[int]) -> Parts:
     return [[f"t{i}" for i in range(begin, end)] for begin, end in pairwise([0, *cuts, TENSORS])]
 
 
-def cuts_for(parts: Parts) -> int:
-    """How many cuts this graph needs, so that each part's gradients leave as soon as they can."""
+def cuts_for(parts: Parts | None) -> int:
+    """How many cuts this graph needs, so that each part's gradients leave as soon as they can; None: all it may."""
+    if parts is None:
+        return len(POSSIBLE) - 1
     found, done = set(), 0
     for part in parts[:-1]:
         done += len(part)

@@ -141,13 +141,13 @@ def test_the_newest_choice_for_any_input(tmp_path: Path) -> None:
 def test_where_no_folder_can_be_listed_there_is_no_newest_choice(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def denied(self: Path, pattern: str) -> Iterator[Path]:
+    def denied(self: Path) -> Iterator[Path]:
         raise PermissionError(13, "Permission denied", str(self))
 
     for folder in (tmp_path / ("n" * 300), Path("\0")):
         assert PlanCache(folder).newest(KEY) is None
     written(tmp_path)
-    monkeypatch.setattr(Path, "glob", denied)
+    monkeypatch.setattr(Path, "iterdir", denied)
     assert PlanCache(tmp_path).newest(KEY) is None
 
 

@@ -53,8 +53,8 @@ def cache_of(
 
 def keep(cache: TrainingCache, choice: CachedChoice, **changes: Any) -> None:
     """Have the cache keep this choice, or one with another label, plan, steps or step under DDP's own buckets."""
-    given = {"label": choice.label, "plan": choice.plan, "steps_s": [choice.step_s] * 3, "own_s": choice.default_step_s}
-    given |= changes
+    given: dict[str, Any] = {"label": choice.label, "plan": choice.plan, "steps_s": [choice.step_s] * 3}
+    given |= {"own_s": choice.default_step_s, **changes}
     steps = tuple(StepTimes(seconds, 0.0, 0.0) for seconds in given["steps_s"])
     cache.write(Trial(given["label"], given["plan"], steps), given["own_s"], choice.network, choice.trace, None)
 
@@ -282,12 +282,11 @@ def wrapped(rank: int) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for kind, given in options.items():
         model = ab.DataParallel(mlp(), **given)
-        cache = model._cache
+        cache = model._tuner._cache if model._tuner is not None else None
         if cache is not None:
             model(batch(0)).square().mean().backward()
             assert cache._input == "4x6 float32"
         model.close()
-        assert model._cache is None
         found[kind] = cache is not None
     with pytest.raises(ab.DisagreementError) as caught:
         ab.DataParallel(mlp(), cache=rank == 0)

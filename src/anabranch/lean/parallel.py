@@ -55,7 +55,7 @@ from anabranch.values.trace import TensorSpec, Trace
 
 BROADCAST_NBYTES = 250 << 20  # bytes per message of the initial broadcast, as in DDP
 COPIED = "it is a copy"
-NOT_COPIED = ("process_group", "_pass", "_scaler", "_tuner", "_cache", "_collectives", "_layout", "_graph_cutter",
+NOT_COPIED = ("process_group", "_pass", "_scaler", "_tuner", "_collectives", "_layout", "_graph_cutter",
               "_release", "_undo_activations")  # fmt: skip
 
 
@@ -277,8 +277,7 @@ class LeanDataParallel(Tuned, nn.Module):
             if not in_backward():
                 self._pass.averaging = self.require_backward_grad_sync
                 self._follow_scale()  # all gradients that accumulate until the next step have one scale
-            self._note_input(*inputs)
-            tuner.before_forward(averaged=self.require_backward_grad_sync)
+            tuner.before_forward(self.require_backward_grad_sync, *inputs)
         if will_average and tuner.steps_done >= PROFILED_STEPS:  # the same forward on all ranks: steps count alike
             self._choose()
         if self._broadcast_buffers and (will_average or self._buffers_changed):

@@ -121,7 +121,6 @@ class TraceWindow(StepObserver):
         last: int,
         path: str | os.PathLike[str],
         force: bool,
-        *,
         timer: StepTimer,
         current_step: CurrentStep,
         parameters: Mapping[str, nn.Parameter],

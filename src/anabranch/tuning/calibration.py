@@ -7,7 +7,7 @@ step show by how much, and its end shows what they do not: ranks that wait for e
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from statistics import median
 
 import numpy as np
@@ -72,8 +72,7 @@ def slowest_rank(seconds: Sequence[float], control: Group) -> list[float]:
     """The maximum of each over all ranks. Collective."""
     slowest = torch.tensor(seconds, dtype=torch.float64)
     dist.all_reduce(slowest, op=dist.ReduceOp.MAX, group=control)
-    found: list[float] = slowest.tolist()
-    return found
+    return [float(second) for second in slowest]
 
 
 def bucket_seconds(steps: Sequence[Timeline]) -> list[float]:
@@ -133,8 +132,7 @@ def with_costs_bounded_by_end(network: Network, trace: Trace, plan: Plan, ended_
     delays = {kind: delay_s for kind, delay_s in network.delays.items() if kind not in corrected}
 
     def at(factor: float) -> Network:
-        curves = {kind: _scaled(network.curve(kind), factor, 0.0) for kind in {*used, *corrected}}
-        return replace(network, curves={**network.curves, **curves}, model=None)
+        return _with_scaled(network, {*used, *corrected}, factor, 0.0)
 
     def ends_s(factor: float) -> float:
         return finish_s(trace, plan, replace(at(factor), delays=delays))
@@ -184,11 +182,7 @@ def with_calibrated_waiting(network: Network, trace: Trace, plan: Plan, ended_s:
     kinds = _corrected_kinds(network, plan)
 
     def at(extra_s: float) -> Network:
-        return replace(
-            network,
-            curves={**network.curves, **{kind: _scaled(network.curve(kind), 1.0, extra_s) for kind in kinds}},
-            model=None,
-        )
+        return _with_scaled(network, kinds, 1.0, extra_s)
 
     notes = {name: note for name, note in network.meta.items() if name != WAITING_NOTE}
     missing_s = ended_s - finish_s(trace, plan, network)
@@ -253,40 +247,39 @@ def _fit(expected: np.ndarray, took: np.ndarray, start_s: float) -> tuple[float,
     return factor, extra_s
 
 
+def _with_scaled(network: Network, kinds: set[str], factor: float, extra_s: float) -> Network:
+    curves = {kind: _scaled(network.curve(kind), factor, extra_s) for kind in kinds}
+    return replace(network, curves={**network.curves, **curves}, model=None)
+
+
 def _scaled(curve: Curve, factor: float, extra_s: float) -> Curve:
     points = tuple(replace(point, seconds=factor * point.seconds + extra_s) for point in curve.points)
     return Curve(points, curve.tail_s_per_byte * factor)
 
 
+@dataclass(eq=False)
 class CalibratedNetwork:
     """The network that plans are made with, and what it predicts.
 
-    ``given`` is believed: it is neither measured nor calibrated. ``lanes`` have the group for small messages, which is
-    created by its first use: without ``init_sync`` ranks wrap at their own time.
-    ``known`` is None before the network is measured or agreed on.
+    given   by the user: it is believed, neither measured nor calibrated
+    lanes   have the group for small messages, which is created by its first use
+    known   None before the network is measured or agreed on
     """
 
-    def __init__(self, given: Network | None, lanes: Lanes) -> None:
-        self.known: Network | None = None
-        self._given = given
-        self._lanes = lanes
-        self._error: float | None = None  # predicted by measured step of the layout that was kept last
-        self._last: tuple[Trace, Plan | None, Network, float | None] | None = None  # prediction and its inputs
+    given: Network | None
+    lanes: Lanes
+    known: Network | None = None
+    _error: float | None = None  # predicted by measured step of the layout that was kept last
+    _predicted_for: tuple[Trace | None, Plan | None, Network | None] = (None, None, None)
+    _predicted_s: float | None = None
 
     def agree_on_given(self) -> bool:
         """Use the network that the user gave, the same on every rank; False if there is none. Collective."""
-        if self._given is not None:
-            self.known = agree_on(Network, self._given, self._lanes.control)
-        return self._given is not None
+        if self.given is not None:
+            self.known = agree_on(Network, self.given, self.lanes.control)
+        return self.given is not None
 
-    def measure(
-        self,
-        groups: Sequence[Group],
-        device: torch.device,
-        probes: Mapping[str, Collective],
-        nbytes: int,
-        left_s: float,
-    ) -> Network:
+    def measure(self, device: torch.device, probes: Mapping[str, Collective], nbytes: int, left_s: float) -> Network:
         """Measure the kinds of messages of ``probes`` up to ``nbytes``, and how much lanes slow each other. Collective.
 
         Takes about a third of ``left_s``, by rank 0's number, within limits.
@@ -294,16 +287,16 @@ class CalibratedNetwork:
         largest = min(max(nbytes, SMALLEST_LARGEST_NBYTES), LARGEST_NBYTES)
         shortest_s, longest_s = MEASUREMENT_S
         budget_s = min(longest_s, max(shortest_s, left_s / 3))
-        self.known = measure(groups, device, largest, budget_s, probes, growth=4)
+        self.known = measure(self.lanes.groups, device, largest, budget_s, probes, growth=4)
         return self.known
 
     def calibrate(self, trace: Trace, trials: Sequence[Trial], several_lanes: bool) -> bool:
         """Calibrate a measured network by trials on one lane or on several; whether it changed. Collective."""
         before = self.known
-        if self._given is None and self.known is not None:
+        if self.given is None and self.known is not None:
             for trial in trials:
                 if trial.plan is not None and (trial.plan.lanes > 1) == several_lanes:
-                    self.known = calibrate(self.known, trace, trial, self._lanes.control)
+                    self.known = calibrate(self.known, trace, trial, self.lanes.control)
         return self.known != before
 
     def trace_under(self, trace: Trace, best: Trial, first: Trial) -> Trace:
@@ -311,19 +304,17 @@ class CalibratedNetwork:
 
         ``first``: the layout with which the search began, under which the trace was recorded.
         """
-        if self._given is not None or best.plan is None:
+        if self.given is not None or best.plan is None:
             return trace
-        computing_s, before_s = slowest_rank([best.computing_s, first.computing_s], self._lanes.control)
+        computing_s, before_s = slowest_rank([best.computing_s, first.computing_s], self.lanes.control)
         return computed_faster(trace, best.plan, computing_s, before_s)
 
     def predicted_s(self, trace: Trace | None, plan: Plan | None) -> float | None:
         """The simulator's prediction for this layout, computed once per layout; None if it cannot be predicted."""
-        if trace is None or self.known is None:
-            return None
-        last = self._last
-        if last is None or last[0] is not trace or last[1] is not plan or last[2] is not self.known:
-            self._last = last = (trace, plan, self.known, prediction_s(trace, plan, self.known))
-        return last[3]
+        inputs = trace, plan, self.known
+        if any(one is not other for one, other in zip(inputs, self._predicted_for, strict=True)):
+            self._predicted_for, self._predicted_s = inputs, prediction_s(*inputs)
+        return self._predicted_s
 
     def note_error(self, trace: Trace | None, kept: Trial) -> None:
         """Remember how well the layout that is kept was predicted."""
@@ -333,7 +324,7 @@ class CalibratedNetwork:
     def outdated(self, trace: Trace, running: Trial, max_drift: float) -> bool:
         """Whether the layout that runs is predicted worse than when it was kept; a given network is believed."""
         predicted_s = self.predicted_s(trace, running.plan)
-        if self._given is not None:
+        if self.given is not None:
             return False
         if predicted_s is None or self._error is None:
             return True

@@ -106,23 +106,15 @@ class _Candidates:
         plans = _with_compressed([found for kind in self.options.kinds for found in self._of_one_kind(kind)])
         ends_s = [self._predicted_s(plan) for _, plan in plans]
         soonest_s = min(ends_s, default=0.0) * (1 + PRICE_OF_FIDELITY)
-        in_time = [
-            (error_of_plan(self.trace, plan), end_s, index)
-            for index, ((_, plan), end_s) in enumerate(zip(plans, ends_s, strict=True))
-            if end_s <= soonest_s
-        ]
-        return [plans[index] for _, _, index in sorted(in_time)[:1]]
+        in_time = [(end_s, found) for end_s, found in zip(ends_s, plans, strict=True) if end_s <= soonest_s]
+        in_time.sort(key=lambda one: (error_of_plan(self.trace, one[1][1]), one[0]))
+        return [found for _, found in in_time[:1]]
 
     def _with_dense(self, plan: Plan, kind: str) -> Plan:
         """The plan, with buckets of gradients that must not use this kind sent dense; a bucket has one dtype."""
-        if not (names := self._excluded(kind)):
-            return plan
-        return Plan(
-            tuple(
-                bucket if names.isdisjoint(bucket.names) else replace(bucket, collective=DENSE)
-                for bucket in plan.buckets
-            )
-        )
+        names = self._excluded(kind)
+        dense = (replace(bucket, collective=DENSE) for bucket in plan.buckets)
+        return Plan(tuple(b if names.isdisjoint(b.names) else d for b, d in zip(plan.buckets, dense, strict=True)))
 
     def _excluded(self, kind: str) -> frozenset[str]:
         return self.options.excluded.get(kind, frozenset())

@@ -1,10 +1,10 @@
-"""Decide: what to do next, given what was tried. Pure functions: they measure nothing and talk to nobody.
+"""Decisions: what to do next, given what was tried. Pure functions: they measure nothing and talk to nobody.
 
-The tuner calls them on every rank with that rank's own measurements, and carries out what they say on rank 0.
+Every rank calls them with its own measurements; what they say on rank 0 is carried out.
 
-Whether one layout is faster than another is a sequential test on blocks of steps that were run in turns. Steps of the
-two layouts alternate in blocks (A B B A A B …), so that both see the same noise: other programs, other inputs, a
-network that slows down. After each pair of blocks the test says faster, not faster, or undecided.
+Whether one layout is faster than another is a sequential test on steps that alternate in blocks (A B B A A B …), so
+that both layouts see the same noise: other programs, other inputs, a network that slows down. After each pair of blocks
+the test says faster, not faster, or undecided.
 """
 
 from collections.abc import Sequence
@@ -33,7 +33,6 @@ GAP_TO_DEVIATION = 1.3  # the median distance of steps from their block's median
 FEW_STEPS_PENALTY = 3.0  # the noise itself is estimated from few steps
 FEW_PAIRS_PENALTY = 2.0  # and from few pairs
 MEDIAN_PENALTY = 1.25  # a median varies more than a mean
-USUAL_WINDOWS, RECENT_WINDOWS = 5, 2  # a drift is a difference between the first windows and the last ones
 
 
 # What a search does next.
@@ -42,7 +41,7 @@ USUAL_WINDOWS, RECENT_WINDOWS = 5, 2  # a drift is a difference between the firs
 class Verb(IntEnum):
     """What a search can do, in this order; candidates are tried as soon as there are any.
 
-    The first plans on one lane show what messages cost, then those on several lanes show how messages slow each other.
+    Plans on one lane show what messages cost, then those on several lanes how messages slow each other.
     """
 
     START = 0
@@ -67,7 +66,6 @@ class Action(NamedTuple):
 
     @classmethod
     def of(cls, number: int) -> "Action":
-        """The action with this number."""
         return cls(Verb(number % len(Verb)), number // len(Verb))
 
 
@@ -145,14 +143,14 @@ def terms(tried: Tried, plan: Plan | None, policy: TuningPolicy) -> Terms:
     """The terms on which this layout challenges the best one."""
     trace, network, best = tried.trace, tried.network, tried.best
     predicted_s, best_s = (prediction_s(trace, one, network) for one in (plan, best.plan))
-    expected = simulated = inf if predicted_s is None or best_s is None else 1 - predicted_s / best_s
+    expected = simulated = inf
+    if predicted_s is not None and best_s is not None:
+        expected = simulated = 1 - predicted_s / best_s
+        if plan is not None and not any(name.startswith("refined") for name in network.meta):
+            # Messages in live steps cost more than measured ones until a trial has shown by how much.
+            expected = 1 - predicted_s / max(best_s, best.step_s)
     if plan is None:  # never slower than DDP: its own buckets are tried even where they are predicted to be close
         expected += policy.max_drift
-    elif (
-        predicted_s is not None and best_s is not None and not any(name.startswith("refined") for name in network.meta)
-    ):
-        # Messages in live steps cost more than measured ones until a trial has shown by how much.
-        expected = 1 - predicted_s / max(best_s, best.step_s)
     more_faithful = _error_of_layout(trace, plan) < _error_of_layout(trace, best.plan)
     if more_faithful and expected >= -PRICE_OF_FIDELITY:
         expected += PRICE_OF_FIDELITY + policy.min_predicted_gain
@@ -263,11 +261,6 @@ def _standard_error(pairs: Pairs, ratios: Sequence[float]) -> float:
 
 
 # When to search again.
-
-
-def drifted(windows: Sequence[Block], policy: TuningPolicy) -> tuple[float, float] | None:
-    """Whether the step time of the last windows differs from that of the first: before and now, else None."""
-    return drift(windows[:-RECENT_WINDOWS], windows[-RECENT_WINDOWS:], policy)
 
 
 def drift(usual: Sequence[Block], recent: Sequence[Block], policy: TuningPolicy) -> tuple[float, float] | None:

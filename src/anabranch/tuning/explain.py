@@ -1,7 +1,7 @@
 """The text of ``explain()``: what a DataParallel does and why, with predictions next to measurements."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 
 from anabranch.observe.measure import POOR_SPREAD
 from anabranch.planning.simulator import lower_bound_s
@@ -9,12 +9,12 @@ from anabranch.tuning.decisions import step_noise
 from anabranch.tuning.predictions import prediction_s, share_of_recorded
 from anabranch.tuning.trial import Trial
 from anabranch.values.files import plain
+from anabranch.values.kinds.names import DENSE
 from anabranch.values.network import Network
 from anabranch.values.plan import Plan
 from anabranch.values.trace import Trace
 
 MIB = 1 << 20
-TEXT_COLUMNS = (0, 1, 9)  # of the table of trials
 MUCH_NOISE = 0.05
 
 
@@ -27,7 +27,6 @@ class Findings:
     network_note    says that the network is emulated, if it is
     exchange_lines  the state of exchanges, such as residuals
     cost            what searching has cost; empty before the first trial
-    errors          measured relative errors of compressed buckets, by their names, once there are samples
     graph_lines     the graphs of a compiled model
     """
 
@@ -40,7 +39,6 @@ class Findings:
     network_note: str | None
     exchange_lines: Sequence[str]
     cost: str = ""
-    errors: Mapping[tuple[str, ...], float] = field(default_factory=dict)
     graph_lines: Sequence[str] = ()
 
 
@@ -79,7 +77,7 @@ def explanation(found: Findings) -> str:
     if found.trials:
         lines += ["", *_trials(found)]
     if found.plan is not None:
-        lines += ["", *_buckets(found.plan, trace, network, found.errors), *found.exchange_lines]
+        lines += ["", *_buckets(found.plan, trace, network), *found.exchange_lines]
     return "\n".join(map(plain, lines))  # a network or a trace may come from a file
 
 
@@ -96,10 +94,8 @@ def in_short(found: Findings) -> str:
         others = [f"{trial.label} {trial.step_s * 1e3:.2f} ms" for trial in found.trials if trial is not own]
         tried = f" Tried: {'; '.join(others)}." if others else ""
         return f"nothing was gained ({found.stage}); {took}.{tried}"
-    predicted = ""
-    if found.trace is not None and found.network is not None:
-        seconds = prediction_s(found.trace, kept.plan, found.network)
-        predicted = f" (predicted {seconds * 1e3:.2f} ms)" if seconds is not None else ""
+    seconds = prediction_s(found.trace, kept.plan, found.network)
+    predicted = f" (predicted {seconds * 1e3:.2f} ms)" if seconds is not None else ""
     return (
         f"{own.step_s / kept.step_s:.2f}× as fast. {took}, {kept.label} {kept.step_s * 1e3:.2f} ms{predicted}; from "
         "the start of forward to averaged gradients."
@@ -122,48 +118,35 @@ def _lanes(network: Network) -> str:
     slowdown = network.contention.slowdown(2)
     if slowdown >= 2 * 0.98:
         return "two messages at once take no less time than one after the other"
-    gain = 2 / slowdown
-    return f"two messages at once take {slowdown:.2f} times as long as one, so a second lane gains up to {gain:.2f}×"
+    gain = f"a second lane gains up to {2 / slowdown:.2f}×"
+    return f"two messages at once take {slowdown:.2f} times as long as one, so {gain}"
 
 
 def _trials(found: Findings) -> list[str]:
-    first = found.trials[0]
-    table = [("", "layout", "buckets", "lanes", "predicted", "measured", "error", "exposed", "speed-up", "result")]
+    """A row per layout that was tried: its prediction and its measurement."""
+    rows = [("", "layout", "buckets", "lanes", "predicted", "measured", "error", "exposed", "speed-up", "result")]
     for trial in found.trials:
-        predicted, error = "-", "-"
-        if found.network is not None and found.trace is not None:
-            seconds = prediction_s(found.trace, trial.plan, found.network)
-            if seconds is not None:
-                predicted, error = f"{seconds * 1e3:.2f} ms", f"{seconds / trial.step_s - 1:+.0%}"
-        shape = (str(len(trial.plan)), str(trial.plan.lanes)) if trial.plan is not None else ("-", "1")
-        table.append((
-            "*" if trial is found.kept else "", trial.label, *shape, predicted, f"{trial.step_s * 1e3:.2f} ms", error,
-            f"{trial.exposed_s * 1e3:.2f} ms", f"{first.step_s / trial.step_s:.2f}×", trial.result,
+        predicted = error = "-"
+        if (seconds := prediction_s(found.trace, trial.plan, found.network)) is not None:
+            predicted, error = f"{seconds * 1e3:.2f} ms", f"{seconds / trial.step_s - 1:+.0%}"
+        buckets, lanes = (str(len(trial.plan)), str(trial.plan.lanes)) if trial.plan is not None else ("-", "1")
+        rows.append((
+            "*" if trial is found.kept else "", trial.label, buckets, lanes, predicted, f"{trial.step_s * 1e3:.2f} ms",
+            error, f"{trial.exposed_s * 1e3:.2f} ms", f"{found.trials[0].step_s / trial.step_s:.2f}×", trial.result,
         ))  # fmt: skip
-    widths = [max(len(row[column]) for row in table) for column in range(len(table[0]))]
-    lines = []
-    for row in table:
-        justified = [cell.rjust(width) for cell, width in zip(row, widths, strict=True)]
-        for column in TEXT_COLUMNS:
-            justified[column] = row[column].ljust(widths[column])
-        lines.append(" ".join(justified).rstrip())
     star = "* in force. " if found.kept in found.trials else ""
-    lines.append(f"{star}From the start of forward to averaged gradients; medians on rank 0.")
+    note = f"{star}From the start of forward to averaged gradients; medians on rank 0."
+    lines = [*_table(rows, left=(0, 1, 9)), note]
     noise = step_noise([trial.steps_s for trial in found.trials])
     if noise > MUCH_NOISE:
         lines.append(f"Steps of the same layout differ by about {noise:.0%}, so small gains cannot be seen.")
     return [*lines, found.cost] if found.cost else lines
 
 
-def _buckets(
-    plan: Plan, trace: Trace | None, network: Network | None, errors: Mapping[tuple[str, ...], float]
-) -> list[str]:
-    """A line per bucket: its exchange, its predicted time by itself and that of a dense one, and its measured error."""
+def _buckets(plan: Plan, trace: Trace | None, network: Network | None) -> list[str]:
+    """A row per bucket: its exchange, and its predicted time by itself and that of a dense one."""
     tensors = {tensor.name: tensor for tensor in trace.tensors} if trace is not None else {}
-    lines = [
-        f"Plan {plan.fingerprint[:12]}:",
-        "  # lane by               MiB gradients ready, ms takes, ms dense, ms   error last gradient",
-    ]
+    rows = [("  #", "lane", "by", "MiB", "gradients", "ready, ms", "takes, ms", "dense, ms", "last gradient")]
     taken_s = dense_s = 0.0
     for index, bucket in enumerate(plan.buckets):
         kind, members = bucket.collective, [tensors[name] for name in bucket.names if name in tensors]
@@ -173,24 +156,26 @@ def _buckets(
             mib, ready = f"{nbytes / MIB:.3f}", f"{max(tensor.ready_s for tensor in members) * 1e3:.2f}"
         if members and network is not None and kind in network.curves:
             seconds = network.seconds(kind, sum(tensor.cost_nbytes(kind) for tensor in members))
-            plain_s = network.seconds("dense", nbytes)
+            plain_s = network.seconds(DENSE, nbytes)
             takes, dense = f"{seconds * 1e3:.2f}", f"{plain_s * 1e3:.2f}"
-            if kind != "dense":
+            if kind != DENSE:
                 taken_s, dense_s = taken_s + seconds, dense_s + plain_s
-        error = f"{errors[bucket.names]:.2%}" if bucket.names in errors else "-"
-        lines.append(
-            f"{index:3d} {bucket.lane:4d} {kind:11s} {mib:>8} {len(bucket.names):9d} {ready:>9} {takes:>9} {dense:>9} "
-            f"{error:>7} {bucket.names[-1]}"
-        )
+        count, last = str(len(bucket.names)), bucket.names[-1]
+        rows.append((str(index), str(bucket.lane), kind, mib, count, ready, takes, dense, last))
+    lines = [f"Plan {plan.fingerprint[:12]}:", *_table(rows, left=(2, 8))]
     if dense_s > 0:
-        compressed = sum(bucket.collective != "dense" for bucket in plan.buckets)
+        compressed = sum(bucket.collective != DENSE for bucket in plan.buckets)
         lines.append(
             f"{compressed} of {len(plan)} buckets are compressed, which saves {(dense_s - taken_s) * 1e3:.2f} ms of "
             f"the {dense_s * 1e3:.2f} ms that dense messages would take (predicted)."
         )
-    if errors:
-        lines.append(
-            "error: of a step's averages, relative to the exact ones, in samples. What residuals keep counts as error, "
-            "although a later step sends it."
-        )
     return lines
+
+
+def _table(rows: Sequence[Sequence[str]], left: Collection[int]) -> list[str]:
+    """Rows in columns, those with numbers in ``left`` to the left."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        " ".join(cell.ljust(widths[i]) if i in left else cell.rjust(widths[i]) for i, cell in enumerate(row)).rstrip()
+        for row in rows
+    ]

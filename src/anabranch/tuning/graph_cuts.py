@@ -1,15 +1,14 @@
 """Graph cuts: which gradients leave a compiled model together. A cut costs computing; a missing one delays a bucket.
 
-While plans are tried, graphs are cut finely. Then two versions with fewer cuts are priced, before anything is compiled:
-the best plan with the cuts that it needs, and DDP's own buckets with the cuts that torch makes for DDP. The faster of
-them is compiled if it is expected to gain, and runs in turns with what was best: the version stays that was measured to
-be faster. That is the one compilation after planning. A policy may allow more: then versions are priced once more, by
-what a cut was measured to cost. If no version was worth it, DDP's is compiled where it would win at the highest price
-that is plausible: graphs that stay cut finely shall not be slower than under compiled DDP.
+While plans are tried, graphs are cut finely. Then two versions with fewer cuts are priced: the best plan with the cuts
+that it needs, and DDP's own buckets with the cuts that torch makes for DDP. The faster one is compiled if it may gain,
+and stays if it wins in turns with what was best. A policy may allow more compilations: then versions are priced once
+more, by what a cut was measured to cost. If no version was worth it, DDP's is compiled where it would win at the
+highest plausible price: graphs that stay cut finely shall not be slower than under compiled DDP.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from anabranch import planning as planners
@@ -80,9 +79,9 @@ def parts_of_ddp(trace: Trace) -> Parts:
     return parts_of(_buckets(trace, None))
 
 
-def one_each(parts: Parts) -> int:
+def one_each(parts: Parts | None) -> int:
     """The number of cuts where a graph can be cut between any two parts."""
-    return len(parts) - 1
+    return len(parts or ()) - 1
 
 
 def needed_parts(
@@ -90,14 +89,16 @@ def needed_parts(
     plan: Plan | None,
     network: Network | None,
     cut_s: float,
-    cuts_for: Callable[[Parts], int] = one_each,
+    cuts_for: Callable[[Parts | None], int] = lambda _: 0,
 ) -> Parts:
     """The parts for this plan, or for DDP's own buckets: a cut that saves less of a step than it costs is left out.
 
-    A cut adds ``cut_s`` to computing, of which a step that ends with its messages may save a part only. ``cuts_for``:
-    how many cuts graphs have for these parts. Where no network is known nothing can be predicted, and each bucket is a
-    part.
+    A cut adds ``cut_s`` to computing. Where no network is known nothing can be predicted, and each bucket is a part.
+    ``cuts_for``: how many cuts graphs have for these parts. If they have none for None, these are the parts of later
+    graphs, which can be cut between any two.
     """
+    if not cuts_for(None):
+        cuts_for = one_each
     parts: Parts = parts_of(_buckets(trace, plan))
     if network is None:
         return parts
@@ -146,7 +147,7 @@ def _merged(parts: Parts, index: int) -> Parts:
     return [*parts[:index], [*parts[index], *parts[index + 1]], *parts[index + 2 :]]
 
 
-def _without_cut(parts: Parts, cuts_for: Callable[[Parts], int]) -> Parts:
+def _without_cut(parts: Parts, cuts_for: Callable[[Parts | None], int]) -> Parts:
     """The parts, those as one between which graphs cannot be cut: their gradients leave together anyway."""
     cuts, index = cuts_for(parts), 0
     while index < len(parts) - 1:
@@ -184,42 +185,37 @@ class Version:
     expected_s: float
 
 
+@dataclass
 class CutSearch:
     """The versions of one model's graphs that are worth compiling, given the best layout on finely cut graphs.
 
     It compiles and times nothing: for each of the ``offers()`` the tuner tries the version that rank 0 chose, if it
     chose one, and says how it went with ``note()``.
 
+    best     the fastest trial, which is in force
     trials   of this search and before it
-    best     the fastest of them, which is in force
     lines    what cuts cost, for explain()
     """
 
-    def __init__(
-        self,
-        graphs: Graphs,
-        policy: TuningPolicy,
-        best: Trial,
-        trials: Sequence[Trial],
-        trace: Trace,
-        network: Network | None,
-    ) -> None:
-        self.trials = list(trials)
-        self.best = best
-        self.lines: list[str] = []
-        self._graphs = graphs
-        self._policy = policy
-        self._planned = best  # on graphs that are cut finely, as is the next one
-        self._own = next((trial for trial in trials if trial.plan is None and best.plan is not None), None)
-        self._trace = trace
-        self._network = network
+    graphs: Graphs
+    policy: TuningPolicy
+    best: Trial
+    trials: Sequence[Trial]
+    trace: Trace
+    network: Network | None
+    lines: list[str] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._planned = self.best  # on graphs that are cut finely, as is the next one
+        own = next((trial for trial in self.trials if trial.plan is None), None)
+        self._own = own if self.best.plan is not None else None
         self._tried: list[tuple[Plan | None, int]] = []  # plans with their numbers of cuts
-        self._cut_s = policy.cut_share * best.step_s
+        self._cut_s = self.policy.cut_share * self.best.step_s
         self._measured_cut_s = 0.0  # in the last trial; 0 if it is not known
 
     def offers(self) -> Iterator[tuple[Sequence[Version], int]]:
         """Versions, and the number of the one to compile next, from 1 on; 0 if none is expected to gain enough."""
-        allowed = self._policy.recompilations
+        allowed = self.policy.recompilations
         for done in range(allowed):
             versions = self._versions(self._cut_s)
             yield versions, self._choice(versions, versions)
@@ -232,11 +228,11 @@ class CutSearch:
 
     def min_gain(self, version: Version) -> float:
         """What a version must gain to stay: the same plan with fewer cuts stays unless it is clearly slower."""
-        return self._policy.min_gain - FEWER_CUTS * (version.plan == self.best.plan)
+        return self.policy.min_gain - FEWER_CUTS * (version.plan == self.best.plan)
 
     def note(self, version: Version, before: Parts | None, again: Trial, tried: Trial, faster: bool) -> None:
         """A version was ``tried`` in turns with the best, which ran ``again`` on graphs cut for ``before``."""
-        many, few = self._graphs.cuts_for(before), self._graphs.cuts_for(version.parts)
+        many, few = self.graphs.cuts_for(before), self.graphs.cuts_for(version.parts)
         ratio = again.step_s / tried.step_s
         tried = replace(tried, result=f"{ratio:.2f}× as fast as {self.best.label} with {many} cuts", doubtful=False)
         longer = self.best.with_more(again)
@@ -251,7 +247,7 @@ class CutSearch:
 
     def end(self) -> None:
         """Keep graphs as they are, for good, and say what was left out."""
-        graphs, policy = self._graphs, self._policy
+        graphs, policy = self.graphs, self.policy
         versions = self._versions(self._cut_s)
         if not self._tried and graphs.would_change(versions[0].parts):
             few, many = graphs.cuts_for(versions[0].parts), graphs.cuts_for(None)
@@ -265,7 +261,7 @@ class CutSearch:
                 f"{untried.expected_s * 1e3:.2f} ms, if a cut costs {self._cut_s * 1e3:.3f} ms; "
                 f"TuningPolicy(recompilations={policy.recompilations + 1}) would try it."
             )
-        keep_cuts(graphs, self._planned.plan, self._trace, self._network, policy)
+        keep_cuts(graphs, self._planned.plan, self.trace, self.network, policy)
 
     def _choice(self, versions: Sequence[Version], allowed: Sequence[Version]) -> int:
         worth = self._worth_compiling(allowed)
@@ -273,7 +269,7 @@ class CutSearch:
 
     def _versions(self, price_s: float) -> list[Version]:
         """The best plan with the cuts that it needs, and DDP's own buckets with DDP's, if a cut costs ``price_s``."""
-        graphs, trace, network = self._graphs, self._trace, self._network
+        graphs, trace, network = self.graphs, self.trace, self.network
 
         def version(label: str, finely: Trial, parts: Parts) -> Version:
             saved_s = price_s * (graphs.cuts_for(None) - graphs.cuts_for(parts))  # of computing
@@ -285,7 +281,7 @@ class CutSearch:
 
         other = ", other cuts" if self._tried else ""
         planned, own = self._planned, self._own
-        parts = _worth_their_cuts(graphs, planned.plan, trace, network, price_s)
+        parts = needed_parts(trace, planned.plan, network, price_s, graphs.cuts_for)
         versions = [version(f"{planned.label}, graphs cut for it{other}", planned, parts)]
         if own is not None:
             versions.append(version(f"{own.label}, DDP's cuts", own, parts_of_ddp(trace)))
@@ -293,7 +289,7 @@ class CutSearch:
 
     def _worth_compiling(self, versions: Sequence[Version]) -> Version | None:
         """The fastest version that was not tried, if it is expected to gain enough over the best."""
-        best, graphs = self.best, self._graphs
+        best, graphs = self.best, self.graphs
         new = [
             version
             for version in versions
@@ -301,7 +297,7 @@ class CutSearch:
             and (version.plan, graphs.cuts_for(version.parts)) not in self._tried
         ]
         fastest = min(new, key=lambda version: version.expected_s, default=None)
-        if fastest is None or 1 - fastest.expected_s / best.step_s <= self._policy.min_gain:
+        if fastest is None or 1 - fastest.expected_s / best.step_s <= self.policy.min_gain:
             return None
         return fastest
 
@@ -309,14 +305,7 @@ class CutSearch:
 def keep_cuts(graphs: Graphs, plan: Plan | None, trace: Trace, network: Network | None, policy: TuningPolicy) -> None:
     """Keep graphs as they are, for good; those that torch makes later are cut for the plan, if these are, too."""
     step_s = 0.0 if network is None else predicted_s(trace, plan, network)
-    parts = _worth_their_cuts(graphs, plan, trace, network, policy.cut_share * step_s)
+    parts = needed_parts(trace, plan, network, policy.cut_share * step_s, graphs.cuts_for)
     if graphs.parts is None and not graphs.would_change(parts):
         graphs.cut_for(parts)
     graphs.settle()
-
-
-def _worth_their_cuts(
-    graphs: Graphs, plan: Plan | None, trace: Trace, network: Network | None, price_s: float
-) -> Parts:
-    """The parts that are worth their cuts in these graphs; those of later ones, where these cannot be cut."""
-    return needed_parts(trace, plan, network, price_s, graphs.cuts_for if graphs.cuts_for(None) else one_each)

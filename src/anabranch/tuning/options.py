@@ -67,9 +67,8 @@ class TuningOptions:
         if not isinstance(self.profile_steps, int) or self.profile_steps < 0:
             raise ValueError(f"profile_steps is {self.profile_steps}: expected 0 or more")
         if not isinstance(self.cache, str | os.PathLike | bool | None) or self.cache == "":
-            raise ValueError(
-                f"cache is {self.cache!r}: expected a folder, None or True for the user's own, or False for no cache"
-            )
+            expected = "a folder, None or True for the user's own, or False for no cache"
+            raise ValueError(f"cache is {self.cache!r}: expected {expected}")
 
     @property
     def turned_off(self) -> bool:
@@ -82,9 +81,8 @@ class TuningOptions:
 
         A planner that is a function has no cache: a file cannot tell whether the function has changed.
         """
-        return (
-            self.cache is not False and isinstance(self.planner, str) and self.plan is None and self.profile_steps > 0
-        )
+        may_search = self.plan is None and self.profile_steps > 0
+        return may_search and self.cache is not False and isinstance(self.planner, str)
 
     def described(self) -> list[str]:
         """The options as lines that must be the same on all ranks."""

@@ -62,16 +62,12 @@ class CacheKey:
     def file_name(self) -> str:
         """The name of the file in a cache's folder."""
         digest = sha256("\n".join(self.lines).encode(errors="replace")).hexdigest()
-        return f"{self._safe_model}-{digest[:16]}.json"
+        return f"{self.prefix}{digest[:16]}.json"
 
     @property
-    def pattern(self) -> str:
-        """A pattern of the names of all files for this model."""
-        return f"{self._safe_model}-{'[0-9a-f]' * 16}.json"
-
-    @property
-    def _safe_model(self) -> str:
-        return re.sub(r"[^A-Za-z0-9_.-]", "_", self.model)[:64] or "_"
+    def prefix(self) -> str:
+        """What the names of all files for this model begin with."""
+        return (re.sub(r"[^A-Za-z0-9_.-]", "_", self.model)[:64] or "_") + "-"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,14 +136,14 @@ class Entry:
         return cls.of_fields(opened(files.parse_json(text, where), where, (FORMAT,))[1], where)
 
     @classmethod
-    def of_fields(cls, found: Mapping[str, Any], where: str) -> "Entry":
+    def of_fields(cls, content: Mapping[str, Any], where: str) -> "Entry":
         """The entry in the fields of a parsed file; FileError if they hold anything else."""
-        content, choice = dict(found), found.get("choice")
+        choice = content.get("choice")
         if isinstance(choice, dict):
             nouns = {name: choice[name] for name in NOUNS if choice.get(name) is not None}
             bare = {name: opened(noun, f"{where}: {name}", (name,))[1] for name, noun in nouns.items()}
-            content["choice"] = {**choice, **bare}
-        entry: Entry = files.validated(cls, content, where)
+            content = {**content, "choice": {**choice, **bare}}
+        entry: Entry = files.validated(cls, dict(content), where)
         return entry
 
     @classmethod
@@ -182,7 +178,8 @@ class PlanCache:
         """The newest entry for this key whatever its input, or None; says nothing of files that cannot be used."""
         paths: list[Path] = []
         with suppress(Exception):  # a folder that may not be entered, or a name that none can have
-            paths = sorted(self.folder.glob(key.pattern), key=lambda path: path.lstat().st_mtime, reverse=True)
+            paths = [path for path in self.files() if path.name.startswith(key.prefix)]
+            paths.sort(key=lambda path: path.lstat().st_mtime, reverse=True)
         for path in paths[:MOST_LOOKED_AT]:
             with suppress(Exception):  # ``read`` will say what is wrong with it
                 entry = Entry.read(path)

@@ -14,11 +14,13 @@ LEAST_SHARE = 0.01  # of recorded computing; less, as a file may say, is not bel
 MIN_STRETCH = 0.02  # share of computing by which it must take longer than recorded: less is noise
 
 
-def prediction_s(trace: Trace, plan: Plan | None, network: Network) -> float | None:
+def prediction_s(trace: Trace | None, plan: Plan | None, network: Network | None) -> float | None:
     """As ``predicted_s``; None if the network has no cost for a kind, or the trace no gradient, that a plan names.
 
     The trace has no gradient of a parameter that was frozen before it was recorded, under a plan that was given.
     """
+    if trace is None or network is None:
+        return None
     names = {tensor.name for tensor in trace.tensors}
     if plan is not None and any(name not in names for bucket in plan.buckets for name in bucket.names):
         return None

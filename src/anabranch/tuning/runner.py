@@ -102,6 +102,8 @@ class PlanRunner:
 
     def use_plan(self, plan: Plan | None) -> None:
         """Change to this plan at the next forward; None means the layout's own buckets. Collective."""
+        if plan == self.plan:
+            return
         self.layout.before_change()
         if plan is not None:
             self.lanes.grow(plan.lanes)

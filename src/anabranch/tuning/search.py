@@ -1,16 +1,15 @@
 """Search: profiles a live model, measures the network, plans, and tries plans in turns with the layout in force.
 
-It owns runner, policy and budget, and what a search finds: the trace, the network, the trials and the fastest of them,
-which is in force. It does what ``decide`` says; the tuner says when to search, and what becomes of the result. Methods
-that return a ``Schedule`` run for some steps, the same on all ranks; rank 0 decides from its own measurements.
+It does what ``decisions`` says; the tuner says when to search, and what becomes of the result. Methods that return a
+``Schedule`` run for some steps, the same on all ranks; rank 0 decides from its own measurements.
 """
 
 import logging
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from math import inf
-from typing import ClassVar, TypeVar
+from typing import TypeVar
 
 import torch.distributed as dist
 
@@ -27,8 +26,6 @@ from anabranch.tuning.decisions import (
     Action,
     Block,
     Candidate,
-    Comparison,
-    Pairs,
     Tried,
     Verb,
     in_words,
@@ -43,6 +40,8 @@ from anabranch.tuning.options import TuningOptions
 from anabranch.tuning.policy import SearchBudget, TuningPolicy
 from anabranch.tuning.runner import PlanRunner
 from anabranch.tuning.trial import StepTimes, Trial
+from anabranch.values.kinds.names import DENSE
+from anabranch.values.network import Network
 from anabranch.values.plan import Plan
 from anabranch.values.trace import Trace
 
@@ -56,48 +55,37 @@ NOT_RECORDED = "no step could be recorded (is the whole model called again in ba
 HELD_EARLY = "Compiled: searching was ended before graphs were compiled for the plan, so they stay cut finely."
 
 
+@dataclass(eq=False)
 class Search:
     """Searches for the fastest layout of one model.
 
-    graphs       the graphs that torch.compile makes of the model
-    model_name   is written into traces
-
-    stage        what is done now, for explain()
-    held         whether this rank was told to search no more
-    trace        the last recorded one; None before a step was profiled
-    trials       of the last search; the first is the layout that was in force when it began
-    failure      why planning failed, if it did
-    cut_lines    what cuts cost, for explain()
+    stage       what is done now, for explain()
+    held        whether this rank was told to search no more
+    trace       the last recorded one; None before a step was profiled
+    trials      of the last search; the first is the layout that was in force when it began
+    failure     why planning failed, if it did
+    cut_lines   what cuts cost, for explain()
     """
 
-    _noise_was_logged: ClassVar[bool] = False  # once per process is enough
+    runner: PlanRunner
+    collectives: Collectives
+    options: TuningOptions
+    policy: TuningPolicy
+    graphs: Graphs
+    model_name: str
+    stage: str = "settling"
+    held: bool = False
+    trace: Trace | None = None
+    trials: Sequence[Trial] = ()
+    failure: str = ""
+    cut_lines: Sequence[str] = ()
+    _best: Trial | None = None  # the layout in force while others are tried
+    _beaten: Trial | None = None  # the one before it
+    _began_at: int = 0  # step
 
-    def __init__(
-        self,
-        runner: PlanRunner,
-        collectives: Collectives,
-        options: TuningOptions,
-        policy: TuningPolicy,
-        graphs: Graphs,
-        model_name: str,
-    ) -> None:
-        self.runner = runner
-        self.policy = policy
-        self.budget = SearchBudget(policy)
-        self.network = CalibratedNetwork(options.network, runner.lanes)
-        self.stage = "settling"
-        self.held = False
-        self.trace: Trace | None = None
-        self.trials: Sequence[Trial] = ()
-        self.failure = ""
-        self.cut_lines: Sequence[str] = ()
-        self._collectives = collectives
-        self.options = options
-        self._graphs = graphs
-        self._model_name = model_name
-        self._best: Trial | None = None  # the layout in force while others are tried
-        self._beaten: Trial | None = None  # the one before it
-        self._began_at = 0  # step
+    def __post_init__(self) -> None:
+        self.budget = SearchBudget(self.policy)
+        self.network = CalibratedNetwork(self.options.network, self.runner.lanes)
 
     # Decisions of rank 0.
 
@@ -113,10 +101,6 @@ class Search:
     def goes_on(self, gain: float = inf) -> bool:
         """Whether rank 0 has time and budget left for a gain as large as this one. Collective."""
         return bool(self.as_rank_0(is_worth(gain, self.budget.left_s, self._is_over, self.policy)))
-
-    def settle(self) -> Schedule[None]:
-        """Wait until a change of layout no longer disturbs steps."""
-        yield from steps(self.policy.settle_steps)
 
     # Observe: profile the layout in force, and know the network.
 
@@ -143,17 +127,15 @@ class Search:
     def profiled(self, label: str, plan: Plan | None) -> Schedule[Trial]:
         """The same, and record the trace."""
         self.failure = ""
-        self._collectives.errors.postpone()
         with Recorder(self.runner.timer, self.runner.parameters) as recorder:
             trial = yield from self.begin_with(label, plan, self.options.profile_steps)
         self.budget.step_s = self.budget.step_s or trial.step_s
-        if not true_on_all_ranks(self.runner.trains_the_same(), self._control):
-            self.failure = FROZEN  # what is frozen has no gradient in the trace, and may be frozen on one rank alone
-            return trial
-        if not true_on_all_ranks(recorder.steps > 0, self._control):
-            self.failure = NOT_RECORDED
-            return trial
-        trace = recorder.trace({"model": self._model_name})
+        # What is frozen has no gradient in the trace, and may be frozen on one rank alone.
+        for holds, failure in (self.runner.trains_the_same(), FROZEN), (recorder.steps > 0, NOT_RECORDED):
+            if not true_on_all_ranks(holds, self._control):
+                self.failure = failure
+                return trial
+        trace = recorder.trace({"model": self.model_name})
         self._warn(order_note(trace))
         trace = latest_over_ranks(trace, self._control)
         if plan is not None and self.network.known is not None:
@@ -161,7 +143,7 @@ class Search:
         self.trace = agree_on(Trace, trace, self._control)
         if self.trace.tensors[0].ready_s > self.policy.late_gradients * self.trace.backward_s:
             self._warn(f"{LATE}: nothing of their communication can be hidden")
-            self._graphs.note_late(LATE)
+            self.graphs.note_late(LATE)
         return trial
 
     def why_not(self) -> str:
@@ -180,20 +162,15 @@ class Search:
         if self.network.agree_on_given():
             return
         self.stage = "measuring the network"
-        kinds = ["dense", *self.options.kinds]
-        if self._collectives.residuals.warmup_steps > self._steps_done:
+        kinds = [DENSE, *self.options.kinds]
+        if self.collectives.residuals.warmup_steps > self._steps_done:
             kinds += self._kinds_for_warm_up()
+        probes = {kind: self.collectives.family(kind).probe(kind) for kind in dict.fromkeys(kinds)}
         lanes = self.runner.lanes
         lanes.grow(min(self.options.lanes or 2, lanes.max_lanes))
-        probes = {kind: self._collectives.probe(kind) for kind in dict.fromkeys(kinds)}
-        network = self.network.measure(
-            lanes.groups, self.runner.device, probes, self._known_trace.nbytes, self.budget.left_s
-        )
-        set_up_s = network.meta.get(WARM_UP)
-        self.budget.set_up_s += set_up_s if isinstance(set_up_s, float) else 0.0
-        if not Search._noise_was_logged and (note := noise_note(network)):
-            Search._noise_was_logged = True
-            self._warn(note)
+        network = self.network.measure(self.runner.device, probes, self._known_trace.nbytes, self.budget.left_s)
+        self.budget.set_up_s += float(network.meta.get(WARM_UP) or 0.0)
+        self._warn(noise_note(network))
 
     def renew_network(self) -> None:
         """Calibrate the network, or measure it again, where it predicts the layout in force worse than before."""
@@ -212,13 +189,12 @@ class Search:
 
     def warm_up(self) -> Schedule[None]:
         """While an exchange with residuals must wait, search among those without, so that these steps are fast, too."""
-        assert self.network.known is not None
-        if self._steps_done >= self._collectives.residuals.warmup_steps:
+        if self._steps_done >= self.collectives.residuals.warmup_steps:
             return
-        kinds = [kind for kind in self._kinds_for_warm_up() if kind in self.network.known.curves]
+        kinds = [kind for kind in self._kinds_for_warm_up() if kind in self._known_network.curves]
         yield from self.run(replace(self.options, kinds=tuple(kinds)))
         self.stage = f"running {self.best.label} while training warms up"
-        waited = self._collectives.residuals.warmup_steps - self._steps_done
+        waited = self.collectives.residuals.warmup_steps - self._steps_done
         yield from steps(waited)
         self._began_at += waited  # steps of training, not of the search
 
@@ -229,7 +205,9 @@ class Search:
         """
         done, changed = Verb.START, False
         while True:
-            tried = self._tried(found, done, changed)
+            trace, network = self._known_trace, self._known_network
+            failed, left_s = bool(self.failure), self.budget.left_s
+            tried = Tried(trace, network, self.best, self.trials, found, done, changed, failed, left_s, self._is_over)
             verb, number = Action.of(self.as_rank_0(next_action(tried, self.policy).number))
             if verb == Verb.STOP:
                 return
@@ -243,19 +221,10 @@ class Search:
             else:
                 found = yield from self._plan(replace(options, lanes=1) if verb == Verb.PLAN_ON_ONE_LANE else options)
 
-    def _tried(self, found: Sequence[Candidate], done: Verb, changed: bool) -> Tried:
-        network, left_s = self.network.known, self.budget.left_s
-        assert network is not None
-        failed = bool(self.failure)
-        return Tried(
-            self._known_trace, network, self.best, self.trials, found, done, changed, failed, left_s, self._is_over
-        )
-
     def _plan(self, options: TuningOptions) -> Schedule[Candidates]:
         """Have rank 0 plan while training continues; returns its candidates, on every rank."""
-        assert self.network.known is not None
         self.stage = "planning"
-        make = partial(candidates, options, self._known_trace, self.network.known, self.policy)
+        make = partial(candidates, options, self._known_trace, self._known_network, self.policy)
         planner = BackgroundPlanner(make, self._control)
         yield
         while not planner.done():
@@ -284,7 +253,7 @@ class Search:
         beaten = self._beaten
         assert beaten is not None  # by the doubtful win
         self.runner.use_plan(beaten.plan)
-        yield from self.settle()
+        yield from steps(self.policy.settle_steps)
         other = yield from self._timed(beaten.label, beaten.plan)
         self.budget.charge(len(other.steps) * (other.step_s - kept.step_s))
         other, again, faster = yield from self._challenge(other, kept.label, kept.plan, to_the_end=True)
@@ -328,34 +297,31 @@ class Search:
             theirs, ours = (first, second) if challenger_runs else (second, first)
             best, tried = best.with_more(theirs), tried.with_more(ours)
             pairs.append((theirs.steps_s, ours.steps_s))
-            if (found := self._judged(pairs, policy, to_the_end, in_doubt)).verdict != "undecided":
+            end_now = self._is_over or (self.budget.left_s <= 0 and not to_the_end)
+            found = judge(pairs, policy, end_now, in_doubt)
+            found = found._replace(verdict=VERDICTS[self.as_rank_0(VERDICTS.index(found.verdict))])
+            if found.verdict != "undecided":
                 break
         faster = found.verdict == "faster"
         if faster != challenger_runs:
             change(faster)
-            yield from self.settle()
+            yield from steps(self.policy.settle_steps)
         return best, replace(tried, result=in_words(found, pairs), doubtful=found.doubtful), faster
 
     def _timed_after_change(self, label: str, plan: Plan | None, reference: Trial) -> Schedule[Trial]:
         """Time a layout that was changed to; what it took longer than the layout in force is charged to the budget."""
-        yield from self.settle()
+        yield from steps(self.policy.settle_steps)
         trial = yield from self._timed(label, plan)
         since_change = self.runner.timer.last_steps(len(trial.steps) + self.policy.settle_steps)
         whole_s = [StepTimes.of(step, self.runner.timer.clock).whole_s for step in since_change]
         self.budget.charge(sum(whole_s) - len(whole_s) * reference.step_s)
         return trial
 
-    def _judged(self, pairs: Pairs, policy: TuningPolicy, to_the_end: bool, in_doubt: bool) -> Comparison:
-        """This rank's comparison of these pairs, with rank 0's verdict."""
-        end_now = self._is_over or (self.budget.left_s <= 0 and not to_the_end)
-        found = judge(pairs, policy, end_now, in_doubt)
-        return found._replace(verdict=VERDICTS[self.as_rank_0(VERDICTS.index(found.verdict))])
-
     # Graphs of a compiled model.
 
     def cut_graphs(self) -> Schedule[None]:
         """Have graphs compiled once more, cut where the best layout needs it, and keep what is fastest."""
-        graphs, can_change = self._graphs, self._graphs.can_change
+        graphs, can_change = self.graphs, self.graphs.can_change
         if not self.as_rank_0(can_change and not self.held):
             keep_cuts(graphs, self.best.plan, self._known_trace, self.network.known, self.policy)
             if can_change and graphs.parts is None:  # the plan needs fewer cuts
@@ -375,11 +341,11 @@ class Search:
 
     def _try_version(self, cuts: CutSearch, version: Version) -> Schedule[None]:
         """Compile a version, whose first step no trial counts, and keep it if it is faster than the best."""
-        graphs, best, before = self._graphs, cuts.best, self._graphs.parts
+        graphs, best, before = self.graphs, cuts.best, self.graphs.parts
         graphs.cut_for(version.parts)
         yield from steps(self.policy.warmup_steps)
         graphs.cut_for(before)
-        yield from self.settle()
+        yield from steps(self.policy.settle_steps)
         again, tried, faster = yield from self._challenge(
             replace(best, steps=(), detailed=()),
             version.label,
@@ -408,6 +374,11 @@ class Search:
         return self.trace
 
     @property
+    def _known_network(self) -> Network:
+        assert self.network.known is not None  # once it was measured
+        return self.network.known
+
+    @property
     def _control(self) -> Group:
         return self.runner.lanes.control
 
@@ -416,7 +387,7 @@ class Search:
         return self.runner.timer.steps_done
 
     def _kinds_for_warm_up(self) -> list[str]:
-        return warm_up_kinds(self.options.kinds, self._collectives, self.runner.parameters)
+        return warm_up_kinds(self.options.kinds, self.collectives, self.runner.parameters)
 
     def _warn(self, text: str) -> None:
         """Log a warning on rank 0; not by ``warnings``, which under -W error would stop this rank alone."""
@@ -425,5 +396,5 @@ class Search:
 
 
 def steps(count: int) -> Schedule[None]:
-    """Wait ``count`` steps."""
+    """Wait ``count`` steps, such as those that a change of layout disturbs."""
     yield from [None] * count

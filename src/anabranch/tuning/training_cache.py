@@ -60,18 +60,15 @@ class TrainingCache:
         self._ranks = dist.get_world_size(group)
         self._training_lines = key_lines(options, self._ranks, dist.get_backend(group))
         self._input: str | None = None
-        self._input_noted = False  # the first input may show nothing
         self._newest_input: str | None = None  # the line of its key
         self._key: CacheKey | None = None
         self._hardware: list[str] = []
 
     def note_input(self, *inputs: object) -> None:
         """Call this with the inputs of each differentiated forward: the first ones show the batch size."""
-        if not self._input_noted:
-            self._input_noted = True
-            if tensors := tensors_in(inputs):  # such as "32x128 int64"
-                shape, dtype = "x".join(map(str, tensors[0].shape)), str(tensors[0].dtype).removeprefix("torch.")
-                self._input = f"{shape} {dtype}"
+        if self._input is None and (tensors := tensors_in(inputs)):  # such as "32x128 int64"
+            shape, dtype = "x".join(map(str, tensors[0].shape)), str(tensors[0].dtype).removeprefix("torch.")
+            self._input = f"{shape} {dtype}"
 
     def read(self, control: Group, max_lanes: int) -> CachedChoice | None:
         """Rank 0's cached choice, on every rank, or None on all of them. Collective on ``control``, after a forward.

@@ -41,7 +41,6 @@ class Tuned:
     _no_plan_reason = ""  # why there is nothing to plan
     _collectives: Collectives | None = None  # also with one rank, which may continue from a checkpoint of several
     _scaler: Scaler | None = None
-    _cache: TrainingCache | None = None  # None if it is off, or there is nothing to plan
     process_group: dist.ProcessGroup
     _release: "weakref.finalize[..., Any]"
 
@@ -65,10 +64,11 @@ class Tuned:
         options = replace(options, kinds=collectives.kinds, excluded=collectives.excluded, mixes=collectives.mixes)
         group = self.process_group
         options.check_fits(parameters, group.size(), collectives)
+        cache = None
         if options.uses_cache:
-            self._cache = TrainingCache(options, settings, module, parameters, collectives, group)
+            cache = TrainingCache(options, settings, module, parameters, collectives, group)
         name, layout = type(module).__name__, make_layout()
-        self._tuner = Tuner(layout, group, collectives, options, policy, name, self._cache, agree_later, graphs)
+        self._tuner = Tuner(layout, group, collectives, options, policy, name, cache, agree_later, graphs)
         self._release = weakref.finalize(self, _release, self._tuner, os.getpid())
         return self._tuner
 
@@ -113,14 +113,10 @@ class Tuned:
                     f"log_to() was given {logger!r}: expected loggers with log(metrics) and close(), "
                     "such as JsonLines('run.jsonl')"
                 )
-        tuner = self._tuner_to_observe("log_to()")
-        if tuner is None or not loggers:
-            return
-        rank, ranks = self.process_group.rank(), self.process_group.size()
-        if every_rank or rank == 0:
-            timer = tuner.runner.timer
-            traffic, parameters = tuner.collectives.traffic, tuner.runner.parameters
-            norm = self._grad_norm_source()
+        tuner, rank, ranks = self._tuner_to_observe("log_to()"), self.process_group.rank(), self.process_group.size()
+        if tuner is not None and loggers and (every_rank or rank == 0):
+            timer, parameters = tuner.runner.timer, tuner.runner.parameters
+            traffic, norm = tuner.collectives.traffic, self._grad_norm_source()
             feed = MetricsFeed(loggers, timer, tuner.current_step, traffic, parameters, rank, ranks, norm)
             timer.observers.append(feed)
 
@@ -136,16 +132,8 @@ class Tuned:
         """
         tuner = self._tuner_to_observe("trace_steps()")
         if tuner is not None:
-            TraceWindow(
-                first,
-                last,
-                path,
-                force,
-                timer=tuner.runner.timer,
-                current_step=tuner.current_step,
-                parameters=tuner.runner.parameters,
-                control=tuner.control,
-            )
+            timer, parameters = tuner.runner.timer, tuner.runner.parameters
+            TraceWindow(first, last, path, force, timer, tuner.current_step, parameters, tuner.control)
 
     def _tuner_to_observe(self, what: str) -> Tuner | None:
         """The tuner, whose timer observers subscribe to; None, with a warning, if there is none."""
@@ -169,11 +157,10 @@ class Tuned:
         ``load_comm_state_dict(*states)``. Ranks compare what they loaded in the first step, which raises
         DisagreementError on all of them if one has loaded another checkpoint, or none.
         """
-        for state in states:
-            if not isinstance(state, Mapping):
-                raise ValueError(
-                    f"load_comm_state_dict() was given {brief(state)}: expected a dict of comm_state_dict()"
-                )
+        if strange := [state for state in states if not isinstance(state, Mapping)]:
+            raise ValueError(
+                f"load_comm_state_dict() was given {brief(strange[0])}: expected a dict of comm_state_dict()"
+            )
         if self._tuner is not None:
             self._tuner.runner.load(*states)
             self._tuner.runner.timer.steps_done = max((state.get("steps_trained", 0) for state in states), default=0)
@@ -209,17 +196,10 @@ class Tuned:
         if self._tuner is not None:
             self._tuner.hold()
 
-    def _note_input(self, *inputs: object) -> None:
-        """Call this with the inputs of each differentiated forward."""
-        if self._cache is not None:
-            self._cache.note_input(*inputs)
-
     def _mark_closed(self) -> None:
         if self._collectives is not None:
             self._collectives.close()
-        self._tuner = None
-        self._cache = None
-        self._collectives = None
+        self._tuner = self._collectives = None
         self._no_plan_reason = CLOSED
 
 

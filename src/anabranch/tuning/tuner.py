@@ -21,7 +21,7 @@ from anabranch.exchange.contracts import Group
 from anabranch.observe.environment import network_note
 from anabranch.observe.step_timer import StepContext
 from anabranch.tuning.candidates import may_run
-from anabranch.tuning.decisions import RECENT_WINDOWS, USUAL_WINDOWS, Candidate, drift, drifted
+from anabranch.tuning.decisions import Candidate, drift
 from anabranch.tuning.explain import Findings
 from anabranch.tuning.graph_cuts import Graphs, NotCompiled, parts_of
 from anabranch.tuning.options import TuningOptions
@@ -41,6 +41,7 @@ GIVEN = "the plan it was given"
 HELD = "hold"
 OVER = object()
 NEVER = sys.maxsize
+USUAL_WINDOWS, RECENT_WINDOWS = 5, 2  # a drift is a difference between the first windows and the last ones
 CONFIRM_AFTER_CHECKS = 3  # checks of the step time before a plan whose win is doubtful must win again
 NOT_FASTER = "no plan was clearly faster"
 
@@ -52,9 +53,9 @@ class Tuner:
     model_name   is written into traces
     cache        where earlier trainings have kept their choices; None for no cache
     agree_later  compares models and options between ranks, at the end of the first step; None: they have been compared
-    graphs       the graphs that torch.compile makes of the model
+    graphs       that torch.compile makes of the model
 
-    kept      the result of the last search; None before its end
+    kept         the result of the last search; None before its end
     """
 
     def __init__(
@@ -91,8 +92,10 @@ class Tuner:
 
     # Called by DataParallel.
 
-    def before_forward(self, averaged: bool) -> None:
+    def before_forward(self, averaged: bool, *inputs: object) -> None:
         """Call this before a forward that will be differentiated; ``averaged``: its gradients will be averaged."""
+        if self._cache is not None and inputs:
+            self._cache.note_input(*inputs)
         began_s = perf_counter()
         changes = self.runner.changes_next
         if self._first_step_at_s is None:
@@ -162,7 +165,6 @@ class Tuner:
             plan=runner.plan,
             network_note=network_note() if runner.device.type == "cpu" else None,  # only Gloo is emulated
             exchange_lines=self.collectives.residuals.summary(),
-            errors=self.collectives.errors.relative_errors(),
             cost=search.budget.summary() if search.trials else "",
             graph_lines=[*self._graphs.lines(), *search.cut_lines],
         )
@@ -271,7 +273,7 @@ class Tuner:
         search = self.search
         cached = self._cache.read(self.control, self.runner.lanes.max_lanes) if self._cache is not None else None
         if cached is None:
-            self._change_to(None)  # the newest choice was for another batch
+            self.runner.use_plan(None)  # the newest choice was for another batch
             self._graphs.cut_for(None)
             return False
         self._graphs.cut_for(cached.parts)
@@ -280,11 +282,11 @@ class Tuner:
         label, origin = cached.label, f", as cached on {cached.date}"
         search.stage = f"checking {label}{origin}"
         if not may_run(cached.plan, self.steps_done, self.collectives):
-            self._change_to(None)
+            self.runner.use_plan(None)
             yield from steps(self._policy.warmup_steps - 1)
             yield from search.begin_with(search.default_label, None)
             yield from search.warm_up()
-        self._change_to(cached.plan)
+        self.runner.use_plan(cached.plan)
         yield from steps(self._policy.warmup_steps)
         now = yield from search.begin_with(label, cached.plan, search.options.profile_steps)
         search.budget.step_s = cached.default_step_s
@@ -297,13 +299,8 @@ class Tuner:
         log.info("anabranch: %s%s: %.2f ms a step, not %.2f: searching", label, origin, is_ms, was_ms)
         self._graphs.cut_for(None)
         self.runner.use_plan(None)
-        yield from search.settle()
+        yield from steps(self._policy.settle_steps)
         return False
-
-    def _change_to(self, plan: Plan | None) -> None:
-        """Run this plan, or the layout's own buckets, unless the next step does so anyway."""
-        if self.runner.plan != plan:
-            self.runner.use_plan(plan)
 
     def _first_search(self) -> Schedule[None]:
         search = self.search
@@ -347,7 +344,7 @@ class Tuner:
             windows.append(self._last_window())
             del windows[USUAL_WINDOWS:-RECENT_WINDOWS]
             checks += 1
-            moved = drifted(windows, self._policy)
+            moved = drift(windows[:-RECENT_WINDOWS], windows[-RECENT_WINDOWS:], self._policy)
             affordable = checks >= self._patience and self.search.budget.left_s >= self._search_cost_s
             why = self._why_search(moved if affordable else None)
             found = number_of_rank_0(bool(why), self.control)

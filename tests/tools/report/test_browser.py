@@ -123,7 +123,7 @@ def test_it_opens_from_disk_and_asks_for_nothing(opened: Opener, report: Path) -
     found = opened(report, offline=True)
     assert found.requests == [report.as_uri()] and found.complaints == []
     charts = found.page.locator("figure.chart")
-    assert charts.count() == 8 and found.page.locator(".plot .main-svg").count() >= charts.count()
+    assert charts.count() == 7 and found.page.locator(".plot .main-svg").count() >= charts.count()
     assert found.page.locator("#trouble").is_hidden()
 
 

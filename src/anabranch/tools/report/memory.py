@@ -13,6 +13,7 @@ from anabranch.tools.report.tables import Cell, Table, number, terminal
 
 GIB, MIB = 2**30, 2**20
 DDP = "ddp"  # the mode with which others are compared
+EXCHANGE = ("send", "receive", "workspace")  # kinds that are one column, so that 80 columns hold the table
 
 Column = tuple[str, Callable[[str, MemoryMode], float | None], Callable[[Any], str]]  # header, value, how it is shown
 
@@ -27,8 +28,8 @@ def memory_tables(found: MemoryDocument) -> list[Table]:
     def sizes(form: str) -> Callable[[float], str]:
         return lambda nbytes: f"{nbytes / unit_nbytes:{form}}"
 
-    def held(kind: str) -> Column:
-        return kind.replace(" ", "\n"), lambda _, mode: mode.kinds.get(kind) or None, sizes(".2f")
+    def held(header: str, *kinds: str) -> Column:
+        return header, lambda _, mode: sum(mode.kinds.get(kind, 0) for kind in kinds) or None, sizes(".2f")
 
     def above_ddp(_: str, mode: MemoryMode) -> float | None:
         return None if ddp_nbytes is None else mode.predicted_nbytes - ddp_nbytes
@@ -38,11 +39,12 @@ def memory_tables(found: MemoryDocument) -> list[Table]:
         ("more than\nDDP", above_ddp, sizes("+.2f")),
         ("largest batch\nper rank", lambda name, _: batches.get(name), "{:,}".format),
     ]
-    kinds = dict.fromkeys(kind for mode in found.modes.values() for kind in mode.kinds)
+    kinds = dict.fromkeys(kind for mode in found.modes.values() for kind in mode.kinds if kind not in EXCHANGE)
+    columns = [*(held(kind.replace(" ", "\n"), kind) for kind in kinds), held("exchange", *EXCHANGE)]
     known = [column for column in more if any(column[1](*item) is not None for item in found.modes.items())]
     within = f", within {size(found.within_nbytes)}" if found.within_nbytes is not None else ""
     return [
-        _table(f"{title}, {unit}", list(map(held, kinds)), found.modes, folded=True),
+        _table(f"{title}, {unit}", columns, found.modes, folded=True),
         _table(f"At the peak, {unit}{within}", known, found.modes),
     ]
 
