@@ -32,7 +32,7 @@ from anabranch.exchange.compression import (
 )
 from anabranch.exchange.groups import USE_A_TORCH_GROUP, is_in_python, no_clone_reason
 from anabranch.exchange.model_parameters import model_parts
-from anabranch.exchange.residuals.optimizer_momentum import check_shareable, share_momentum
+from anabranch.exchange.residuals.momentum import check_shareable, share_momentum
 from anabranch.tuning.options import Planner, TuningOptions
 from anabranch.tuning.policy import DEFAULT_POLICY, TuningPolicy, check_policy
 from anabranch.tuning.tuned_model import CLOSED, Tuned

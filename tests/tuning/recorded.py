@@ -270,11 +270,9 @@ class _World:
         )
         self.collectives = SimpleNamespace(
             residuals=residuals,
-            errors=SimpleNamespace(postpone=lambda: None, relative_errors=dict),
             max_ctas=None,
             kinds=tuple(given["options"]["kinds"]),
             supports=lambda *_: True,
-            on_side_stream=lambda _: False,
             use_plan=lambda _: None,
             probe=lambda _: None,
             close=lambda: None,

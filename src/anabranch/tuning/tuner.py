@@ -165,7 +165,6 @@ class Tuner:
             plan=runner.plan,
             network_note=network_note() if runner.device.type == "cpu" else None,  # only Gloo is emulated
             exchange_lines=self.collectives.residuals.summary(),
-            errors=self.collectives.errors.relative_errors(),
             cost=search.budget.summary() if search.trials else "",
             graph_lines=[*self._graphs.lines(), *search.cut_lines],
         )
