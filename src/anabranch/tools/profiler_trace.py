@@ -81,7 +81,6 @@ def load_profiler_trace(path: Path, model: str | None = None, batch: int | None 
     usual = Counter(kinds).most_common(1)[0][0]
     alike = [one for one, kind in zip(passes, kinds, strict=True) if kind == usual]
     other = f"; {len(passes) - len(alike)} more had other gradients and were left out" if alike != passes else ""
-    given = {"model": model, "batch": batch}
     meta: dict[str, Scalar] = {
         **_origin(document),
         "steps": len(alike),
@@ -89,7 +88,8 @@ def load_profiler_trace(path: Path, model: str | None = None, batch: int | None 
         "instants": "ends of kernels launched before" if clock else "ends of AccumulateGrad on the host",
         "not_known": "the names of parameters, so a plan from this trace cannot run on a model; what profiling cost",
         "imported_from": path.name,
-        **{key: value for key, value in given.items() if value is not None},
+        **({"model": model} if model is not None else {}),
+        **({"batch": batch} if batch is not None else {}),
     }
     try:
         return _trace(alike, clock or (lambda host: host), meta)
@@ -119,17 +119,14 @@ def _parsed(path: Path) -> Any:
             is_packed = file.read(2) == b"\x1f\x8b"
         with gzip.open(path) if is_packed else path.open("rb") as file:
             content = file.read(MAX_NBYTES + 1)
-    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise FileError(f"{path}: begins like a .gz file but cannot be unpacked ({error}); copy it again") from error
-    except (OSError, ValueError) as error:
-        raise FileError(f"{path}: cannot be read ({getattr(error, 'strerror', None) or error})") from error
+    except (EOFError, zlib.error, OSError, ValueError) as error:  # of a .gz file that is not whole, the first ones
+        what = getattr(error, "strerror", None) or error
+        raise FileError(f"{path}: cannot be read ({what}); is the file whole?") from error
     if len(content) > MAX_NBYTES:
         raise FileError(f"{path}: has more than {MAX_NBYTES >> 20} MiB of JSON; profile fewer steps, five are plenty")
     try:
         return json.loads(content)
-    except RecursionError as error:
-        raise FileError(f"{path}: is nested too deeply to be a profile") from error
-    except ValueError as error:  # includes JSONDecodeError and UnicodeDecodeError
+    except (RecursionError, ValueError) as error:  # JSONDecodeError, UnicodeDecodeError; nested too deeply
         raise FileError(f"{path}: is not valid JSON: {str(error)[:200]}; is the file whole?") from error
 
 
@@ -215,8 +212,7 @@ def _device_clock(events: Sequence[Event]) -> Callable[[float], float] | None:
 
     NCCL's kernels are not computation; they are on streams of their own, and left out.
     """
-    of = [(event, event.args.get("correlation")) for event in events]
-    known = [(event, number) for event, number in of if isinstance(number, int | str)]
+    known = [(event, number) for event in events if isinstance(number := event.args.get("correlation"), int | str)]
     launched = {number: event.start for event, number in known if event.kind in LAUNCHES}
     work = sorted(
         (launched[number], event.end)
@@ -237,14 +233,11 @@ def _device_clock(events: Sequence[Event]) -> Callable[[float], float] | None:
 
 def _origin(document: Any) -> dict[str, Scalar]:
     """What the file says about where it was recorded."""
-    own = document if isinstance(document, dict) else {}
-    devices, ranks = own.get("deviceProperties"), own.get("distributedInfo")
-    device = (
-        devices[0].get("name", "") if isinstance(devices, list) and devices and isinstance(devices[0], dict) else None
-    )
-    known = ranks if isinstance(ranks, dict) else {}
-    return {
-        "made_by": "torch.profiler",
-        **({"device": str(device)[:80]} if device is not None else {}),
-        **{key: known[key] for key in ("rank", "world_size") if isinstance(known.get(key), int)},
-    }
+    found: dict[str, Scalar] = {"made_by": "torch.profiler"}
+    match document:
+        case {"deviceProperties": [{"name": str(device)}, *_]}:
+            found["device"] = device[:80]
+    match document:
+        case {"distributedInfo": {"rank": int(rank), "world_size": int(world_size)}}:
+            found |= {"rank": rank, "world_size": world_size}
+    return found

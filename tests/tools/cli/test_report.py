@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from anabranch import Timeline, save, simulate
 from anabranch import planning as planners
+from anabranch import save
 from anabranch.tools.cli.main import main
 from tools.cli.nouns import RING, error_of, json_of, measured, small_trace
 
@@ -42,17 +42,6 @@ def test_a_plan_alone_is_a_table(capsys: pytest.CaptureFixture[str], tmp_path: P
     save(planners.optimal(small_trace(), measured()), tmp_path / "plan.json")
     page = made(capsys, tmp_path, "plan.json")
     assert "give the trace and the network" in page and 'id="plan-0"' not in page and "layer.19" in page
-
-
-def test_a_plan_that_was_only_measured_is_drawn_as_it_ran(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    trace, network = small_trace(), measured()
-    plan = planners.optimal(trace, network)
-    seen = Timeline(simulate(trace, plan, network).spans, {"source": "measured"})
-    save(trace, tmp_path / "trace.json")
-    save(plan, tmp_path / "plan.json")
-    save(seen, tmp_path / "timeline.json")
-    page = made(capsys, tmp_path, "trace.json", "plan.json", "timeline.json")
-    assert 'id="plan-0"' in page and "The plan as a chart: timeline.json, measured" in page
 
 
 def test_a_plan_that_the_network_cannot_price(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

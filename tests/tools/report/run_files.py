@@ -62,7 +62,8 @@ def memory_document(model: str = "bert-large", kind: str = "gradients") -> dict[
     modes = {mode: {"kinds": kinds, "predicted_nbytes": 5 * GIB, "at": "backward"} for mode in ("ddp", "lean")}
     return {
         "command": "memory", "model": model, "batch_size": 8, "ranks": 4, "density": 0.01, "optimizer": "adamw",
-        "activations": "keep", "assumptions": ["float32"], "modes": modes, "largest_batch": {"ddp": 8, "lean": 12},
+        "activations": "keep", "assumptions": ["float32"], "modes": modes, "within_nbytes": None,
+        "largest_batch": {"ddp": 8, "lean": 12},
     }  # fmt: skip
 
 

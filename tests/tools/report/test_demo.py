@@ -8,7 +8,7 @@ import pytest
 from anabranch.tools.report import demo as figures
 from anabranch.tools.report.documents import BenchmarkRow, DemoDocument, DemoTraining
 from anabranch.tools.report.page import templates
-from tools.report.demos import FAST_S, SLOW_S, STEPS, benchmark, demo, training
+from tools.report.demos import FAST_S, SLOW_S, STEPS, benchmark, demo
 
 
 def said(what: str, value: Any) -> str:
@@ -54,9 +54,8 @@ def test_faster_means_more_than_noise(turns_s: tuple[float, ...], buckets: int |
 
 
 def test_when_the_loss_of_ddp_was_reached() -> None:
-    one = training("int8", 0.1)
-    assert figures.reached_s(one, figures.smoothed(one.losses)[-1]) == pytest.approx(0.1 * STEPS)
-    assert figures.reached_s(one, -1.0) is None
+    at_s = {one.name: at_s for one, at_s in figures.reached(demo())}
+    assert at_s["DDP"] == pytest.approx(8.0) and at_s["int8"] is not None
     found = said("reached_loss", demo())
     assert found.index("Ok-Topk 1 %") < found.index("int8") < found.index("DDP after 8.0 s")
 

@@ -6,11 +6,9 @@ from typing import Any
 
 import pytest
 
-from anabranch.tools.predict.scaling.result import ScalePoint
 from anabranch.tools.report.benchmark import benchmark_chart
 from anabranch.tools.report.page import headline
 from anabranch.tools.report.runs import Runs, parse_file
-from anabranch.tools.report.scaling import flattening
 from tools.report.demos import SLOW_S, demo, demo_document
 from tools.report.run_files import (
     bench_document,
@@ -134,29 +132,3 @@ def test_a_predicted_step_has_tiles(tmp_path: Path) -> None:
     page = written_page(tmp_path, tmp_path / "page.html")
     assert "headline" not in page[page.index("<body>") :]
     assert "<dt>Step, predicted</dt><dd>400.0 ms</dd>" in page and "<span>25.0% of this step</span>" in page
-
-
-# ------------------------------------------------------------------------------------------------------ scaling
-
-
-def point(planner: str, ranks: int, step_s: float) -> ScalePoint:
-    return ScalePoint("10gbe", planner, ranks, 4, 1, step_s, step_s, step_s, 0.1, 2.0, 0.5)
-
-
-def test_what_flattens_the_others_is_hidden_until_it_is_clicked(tmp_path: Path) -> None:
-    points = [point(name, ranks, slow * ranks) for ranks in (4, 16) for name, slow in
-              (("per_tensor", 0.5), ("by_bytes", 0.02), ("optimal", 0.01))]  # fmt: skip
-    assert flattening(points) == {"per_tensor"}
-    assert flattening([one for one in points if one.planner != "by_bytes"]) == set()  # nothing to compare with
-    document = scaling_document(strategy="per_tensor")
-    for each in document["points"]:
-        slower = 50 if each["planner"] == "per_tensor" else 1
-        for name in ("iteration_s", "iteration_low_s", "iteration_high_s"):
-            each[name] *= slower
-    (tmp_path / "scale.json").write_text(json.dumps(document))
-    page = written_page(tmp_path, tmp_path / "page.html")
-    for chart in figures(page):
-        shown = {series["name"]: series.get("visible", True) for series in chart["data"] if series["name"]}
-        assert shown == {"by_bytes (DDP's buckets)": True, "per_tensor (no merging)": "legendonly"}
-        assert [series.get("visible", True) for series in chart["data"]].count("legendonly") == 2  # with its band
-    assert "Not shown until its name is clicked, since it is far slower: per_tensor." in page

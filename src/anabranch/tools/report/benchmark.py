@@ -46,7 +46,12 @@ def benchmark_table(found: Benchmark, best: bool = True) -> Table:
 def benchmark_report(found: Benchmark) -> RenderableType:
     """The table for a terminal, with the conditions of the measurement above it."""
     about = facts("Measured on", [(name, plain(value)) for name, value in found.facts.items()])
-    return Group(about, Text(), terminal(benchmark_table(found)), *(Text(plain(line)) for line in remarks(found)))
+    return Group(
+        about,
+        Text(),
+        terminal(benchmark_table(found)),
+        *(Text(plain(f"Left out: {reason}")) for reason in found.skipped),
+    )
 
 
 def benchmark_chart(key: str, label: str, found: Benchmark, caption: str = "") -> Chart:
@@ -87,11 +92,6 @@ def closing_lines(found: Benchmark) -> list[str]:
     ]
 
 
-def remarks(found: Benchmark) -> list[str]:
-    """What was left out."""
-    return [f"Left out: {reason}" for reason in found.skipped]
-
-
 def markdown(title: str, benchmarks: Sequence[Benchmark]) -> str:
     """A report for benchmarks/: the conditions, a table per model, and the output of ``explain()``."""
     lines = [f"# {title}", "", *(f"* {name}: {value}" for name, value in benchmarks[0].facts.items())]
@@ -102,7 +102,7 @@ def markdown(title: str, benchmarks: Sequence[Benchmark]) -> str:
         for row in table.rows:
             mark = "**" if row[0].text == OURS else ""
             lines.append(_line([f"{mark}{cell.text}{mark}" for cell in row]))
-        lines += ["", table.caption, "", *(f"{line}\n" for line in remarks(found)), *closing_lines(found)]
+        lines += ["", table.caption, "", *(f"Left out: {reason}\n" for reason in found.skipped), *closing_lines(found)]
         lines += ["", "```", found.explanation, "```"]
     return "\n".join(lines) + "\n"
 

@@ -31,8 +31,8 @@ Layout = dict[str, Any]
 class Chart:
     """A plotly figure with its caption, and how to move in it by keys.
 
-    The keys ← and → move from point to point of the series ``arrow_key_series`` (their places in ``data``; None: all
-    that have hover texts). With ``one_curve_at_a_time`` they stay on one series, and ↑ and ↓ change it.
+    The keys ← and → move from point to point of the series named in ``arrow_keys``, or of all that have hover texts.
+    With ``one_curve_at_a_time`` they stay on one series, and ↑ and ↓ change it.
     """
 
     key: str
@@ -41,18 +41,17 @@ class Chart:
     layout: Layout
     height: int
     caption: str = ""
-    arrow_key_series: Sequence[int] | None = None
+    arrow_keys: Sequence[str] = ()
     one_curve_at_a_time: bool = False
 
     @property
     def figure(self) -> dict[str, Any]:
         """What the page's script draws."""
-        keys = self.arrow_key_series
-        if keys is None:
-            keys = [at for at, series in enumerate(self.data) if "customdata" in series]
+        hovering = [at for at, series in enumerate(self.data) if "customdata" in series]
+        keys = [at for at in hovering if not self.arrow_keys or self.data[at]["name"] in self.arrow_keys]
         return {
             "key": self.key,
-            "arrowKeySeries": list(keys),
+            "arrowKeySeries": keys,
             "oneCurveAtATime": self.one_curve_at_a_time,
             "data": list(self.data),
             "layout": self.layout,
@@ -172,7 +171,7 @@ def bar_chart(
     x = axis(unit, range=[0, ROOM * max(ends, default=1.0)])
     shape = layout(x, rows_axis(rows, 24), barmode="stack", bargap=0.25)
     key, label, caption = labels
-    return Chart(key, label, data, shape, ROW_PX * len(rows) + EDGE_PX, caption, range(len(parts)))
+    return Chart(key, label, data, shape, ROW_PX * len(rows) + EDGE_PX, caption)
 
 
 def log_ticks(values: Sequence[float]) -> dict[str, Any]:

@@ -1,9 +1,9 @@
 """What the demo's measurements come to: how much faster, at what price in loss, and where nothing is gained."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from math import inf
 from statistics import fmean
+from typing import NamedTuple
 
 from anabranch.tools.report.chart import Chart, axis, curve, hover_text, layout, marker, plotly_text
 from anabranch.tools.report.documents import BASELINE, COMPUTE, Benchmark, BenchmarkRow, DemoDocument, DemoTraining
@@ -15,12 +15,8 @@ SAME_LOSS = 0.01  # relative difference up to which the headline prefers the fas
 LOSS_PX = 430
 
 
-@dataclass(frozen=True, slots=True)
-class Gain:
-    """A training compared with DDP's: its last loss, how many times as fast its step is, its relative price in loss.
-
-    ``faster``: whether it is so by more than noise.
-    """
+class Gain(NamedTuple):
+    """A training compared with DDP's: how many times as fast, whether by more than noise, its price in loss."""
 
     name: str
     speedup: float
@@ -42,12 +38,6 @@ def compared_steps(found: DemoDocument) -> int:
 def compared_loss(found: DemoDocument, training: DemoTraining) -> float:
     """The smoothed loss after ``compared_steps``."""
     return smoothed(training.losses)[compared_steps(found) - 1]
-
-
-def reached_s(training: DemoTraining, loss: float) -> float | None:
-    """Seconds from the start until the smoothed loss was this low; None if it never was."""
-    pairs = zip(smoothed(training.losses), training.elapsed_s, strict=True)
-    return next((at_s for value, at_s in pairs if value <= loss), None)
 
 
 def gain(found: DemoDocument, training: DemoTraining) -> Gain:
@@ -73,8 +63,11 @@ def exposed_share(benchmark: Benchmark, row: BenchmarkRow) -> float:
 def reached(found: DemoDocument) -> list[tuple[DemoTraining, float | None]]:
     """When each training reached the loss at which DDP ended, the earliest first; None for those that did not."""
     target = compared_loss(found, found.training(BASELINE))
-    at = [(training, reached_s(training, target)) for training in found.trainings]
-    return sorted(at, key=lambda pair: inf if pair[1] is None else pair[1])
+    at_s: list[tuple[DemoTraining, float | None]] = []
+    for one in found.trainings:
+        pairs = zip(smoothed(one.losses), one.elapsed_s, strict=True)
+        at_s.append((one, next((elapsed_s for loss, elapsed_s in pairs if loss <= target), None)))
+    return sorted(at_s, key=lambda pair: inf if pair[1] is None else pair[1])
 
 
 def faster_rows(benchmark: Benchmark) -> list[BenchmarkRow]:

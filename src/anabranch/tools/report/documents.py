@@ -6,9 +6,9 @@ on numbers are checked on reading only: they keep what is drawn finite. (The doc
 """
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from statistics import fmean, median
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import Field
 
@@ -168,9 +168,7 @@ class MemoryMode(_Read):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryDocument(_Read):
-    """``memory --json``. Batches are per rank; the last two fields are printed only where they were asked for."""
-
-    OPTIONAL: ClassVar = ("within_nbytes", "largest_batch")
+    """``memory --json``. Batches are per rank; the last two fields are None where they were not asked for."""
 
     command: Literal["memory"] = "memory"
     model: str
@@ -309,15 +307,18 @@ class DemoDocument(_Read):
 
     def __post_init__(self) -> None:
         trained, timed = [one.name for one in self.trainings], [row.name for row in self.benchmark.rows]
-        if BASELINE not in trained or timed != [COMPUTE, *trained]:
+        fast = [row.name for row in self.fast.rows] if self.fast is not None else [COMPUTE]
+        if (
+            BASELINE not in trained
+            or timed != [COMPUTE, *trained]
+            or COMPUTE not in fast
+            or not set(fast) <= set(timed)
+        ):
             raise ValueError(
-                f"a demo has the trainings {', '.join(trained)} and the steps of {', '.join(timed)}: expected "
-                f"{BASELINE} among the trainings, and the steps of {COMPUTE} and of each training in the same order"
+                f"a demo has the trainings {', '.join(trained)}, the steps of {', '.join(timed)} and on fast links of "
+                f"{', '.join(fast)}: expected {BASELINE} among the trainings, the steps of {COMPUTE} and of each "
+                f"training in the same order, and on fast links of {COMPUTE} and some trainings"
             )
-        fast = {row.name for row in self.fast.rows} if self.fast is not None else {COMPUTE}
-        if COMPUTE not in fast or not fast <= set(timed):
-            found = ", ".join(sorted(fast))
-            raise ValueError(f"a demo has the steps of {found} on fast links: expected {COMPUTE} and some trainings")
 
     def training(self, name: str) -> DemoTraining:
         """The training of this name."""
@@ -329,25 +330,16 @@ class DemoDocument(_Read):
 Document = PlanDocument | SimulateDocument | CompareDocument | Scaling | MemoryDocument | BenchDocument | DemoDocument
 
 BY_COMMAND: Mapping[str, type[Document]] = {
-    "plan": PlanDocument,
-    "simulate": SimulateDocument,
-    "compare": CompareDocument,
-    "scale": Scaling,
-    "memory": MemoryDocument,
-    "bench": BenchDocument,
-    "demo": DemoDocument,
+    str(own.default): kind for kind in get_args(Document) for own in fields(kind) if own.name == "command"
 }
 
 
 def printed(document: Document) -> dict[str, Any]:
     """The document as ``--json`` prints it: its command, then every field by its name."""
-    fields = {"command": document.command, **asdict(document)}
+    said = {"command": document.command, **asdict(document)}
     if isinstance(document, BenchDocument):
-        fields["benchmarks"] = [_with_ratios(benchmark) for benchmark in document.benchmarks]
-    if isinstance(document, MemoryDocument):
-        for name in [name for name in document.OPTIONAL if fields[name] is None]:
-            del fields[name]
-    return fields
+        said["benchmarks"] = [_with_ratios(benchmark) for benchmark in document.benchmarks]
+    return said
 
 
 def _with_ratios(benchmark: Benchmark) -> dict[str, Any]:

@@ -1,13 +1,10 @@
 """Predicted peak memory as tables and a chart: by training mode and kind of object."""
 
-from collections.abc import Callable, Mapping
-from typing import Any
-
 from rich.console import Group, RenderableType
 from rich.text import Text
 
 from anabranch.tools.report import chart
-from anabranch.tools.report.documents import MemoryDocument, MemoryMode
+from anabranch.tools.report.documents import MemoryDocument
 from anabranch.tools.report.formatting import plain, size
 from anabranch.tools.report.tables import Cell, Table, number, terminal
 
@@ -15,45 +12,31 @@ GIB, MIB = 2**30, 2**20
 DDP = "ddp"  # the mode with which others are compared
 EXCHANGE = ("send", "receive", "workspace")  # kinds that are one column, so that 80 columns hold the table
 
-Column = tuple[str, Callable[[str, MemoryMode], float | None], Callable[[Any], str]]  # header, value, how it is shown
-
 
 def memory_tables(found: MemoryDocument) -> list[Table]:
     """A row per mode: the bytes by kind at the peak; then the sum, and the largest batch."""
-    title = f"{found.model}, batch {found.batch_size}, {found.optimizer}, {found.ranks} ranks"[:100]
     unit, unit_nbytes = unit_of(found)
-    ddp_nbytes = found.modes[DDP].predicted_nbytes if DDP in found.modes and len(found.modes) > 1 else None
-    batches = found.largest_batch or {}
-
-    def sizes(form: str) -> Callable[[float], str]:
-        return lambda nbytes: f"{nbytes / unit_nbytes:{form}}"
-
-    def held(header: str, *kinds: str) -> Column:
-        return header, lambda _, mode: sum(mode.kinds.get(kind, 0) for kind in kinds) or None, sizes(".2f")
-
-    def above_ddp(_: str, mode: MemoryMode) -> float | None:
-        return None if ddp_nbytes is None else mode.predicted_nbytes - ddp_nbytes
-
-    more: list[Column] = [
-        ("predicted\npeak", lambda _, mode: mode.predicted_nbytes, sizes(".2f")),
-        ("more than\nDDP", above_ddp, sizes("+.2f")),
-        ("largest batch\nper rank", lambda name, _: batches.get(name), "{:,}".format),
-    ]
+    ddp_nbytes = found.modes[DDP].predicted_nbytes if DDP in found.modes else None
     kinds = dict.fromkeys(kind for mode in found.modes.values() for kind in mode.kinds if kind not in EXCHANGE)
-    columns = [*(held(kind.replace(" ", "\n"), kind) for kind in kinds), held("exchange", *EXCHANGE)]
-    known = [column for column in more if any(column[1](*item) is not None for item in found.modes.items())]
+
+    def cell(nbytes: float | None, form: str = ".2f") -> Cell:
+        return number(nbytes, lambda nbytes: f"{nbytes / unit_nbytes:{form}}")
+
+    by_kind, peaks = [], []
+    for name, mode in found.modes.items():
+        exchanged = sum(mode.kinds.get(kind, 0) for kind in EXCHANGE)
+        by_kind.append([Cell(name), *(cell(mode.kinds.get(kind) or None) for kind in kinds), cell(exchanged or None)])
+        more = None if ddp_nbytes is None else mode.predicted_nbytes - ddp_nbytes
+        batch = [number(found.largest_batch.get(name))] if found.largest_batch else []
+        peaks.append([Cell(name), cell(mode.predicted_nbytes), cell(more, "+.2f"), *batch])
+    title = f"{found.model}, batch {found.batch_size}, {found.optimizer}, {found.ranks} ranks"[:100]
     within = f", within {size(found.within_nbytes)}" if found.within_nbytes is not None else ""
+    kinds_of = ["mode", *(kind.replace(" ", "\n") for kind in kinds), "exchange"]
+    sums = ["mode", "predicted\npeak", "more than\nDDP", *(["largest batch\nper rank"] if found.largest_batch else [])]
     return [
-        _table(f"{title}, {unit}", columns, found.modes, folded=True),
-        _table(f"At the peak, {unit}{within}", known, found.modes),
+        Table(f"{title}, {unit}", kinds_of, by_kind, folded=True),
+        Table(f"At the peak, {unit}{within}", sums, peaks),
     ]
-
-
-def _table(title: str, columns: list[Column], modes: Mapping[str, MemoryMode], folded: bool = False) -> Table:
-    rows = [
-        [Cell(name), *(number(value(name, mode), show) for _, value, show in columns)] for name, mode in modes.items()
-    ]
-    return Table(title, ["mode", *(header for header, _, _ in columns)], rows, folded=folded)
 
 
 def memory_report(found: MemoryDocument) -> RenderableType:

@@ -38,7 +38,7 @@ from anabranch.values.version import __version__
 SCRIPTS = ("theme.js", "tables.js", "charts.js")
 FILTERS = ("seconds", "percent", "signed_percent", "factor", "count", "shortened")  # of formatting
 CALLED = (
-    benchmark.benchmark_chart, benchmark.benchmark_table, benchmark.remarks, comparison.comparison_tables,
+    benchmark.benchmark_chart, benchmark.benchmark_table, comparison.comparison_tables,
     demo.demo_table, demo.loss_chart, enumerate, figures.planned_buckets, file_table, memory.memory_chart,
     memory.memory_tables, scaling.network_chart, scaling.scaling_charts, steps.step_chart, tables.bucket_table,
     training.stage_table, training.training_chart,

@@ -1,9 +1,5 @@
 """A scaling study as terminal tables and as charts: who is best at each world size, and what every strategy reaches."""
 
-from collections.abc import Sequence
-from math import inf
-from typing import Any
-
 from rich.console import Group, RenderableType
 from rich.text import Text
 
@@ -20,11 +16,6 @@ from anabranch.values.network import Network
 HEIGHT_PX = 430
 COMPRESSED = {"quantised": "best rounded", "sparse": "best sparse"}
 MAX_NETWORKS = 12  # of one sweep, with a chart each
-FLATTENS = 4.0  # times DDP's iteration: a slower line would press all others together, and is shown by a click only
-WORDS = {  # what the less known strategies are
-    "per_tensor": "no merging", "single": "one message", "by_bytes": "DDP's buckets", "optimal": "exact plan",
-    "lanes": "several messages at once",
-}  # fmt: skip
 
 
 def scaling_report(scaling: Scaling) -> RenderableType:
@@ -86,30 +77,23 @@ def scaling_charts(key: str, sweep: Scaling) -> list[Chart]:
 
 def _scaling_chart(key: str, network: str, curves: Curves) -> Chart:
     points = [point for own in curves.values() for point in own.values()]
-    hidden = flattening(points)
     scale = time_scale(point.iteration_s for point in points)
     data: list[Series] = []
     shown_s: list[float] = []
     for index, (strategy, by_size) in enumerate(curves.items()):
         own = sorted(by_size.values(), key=lambda point: point.world_size)
-        more: dict[str, Any] = {"legendgroup": str(index)}
-        if strategy in hidden:
-            more["visible"] = "legendonly"
         ranks = [point.world_size for point in own]
         low, middle, high = (
             [getattr(point, name) * scale.per_second for point in own]
             for name in ("iteration_low_s", "iteration_s", "iteration_high_s")
         )
         if low != high:
-            data.append(band(ranks, low, high, index, **more))
-        name = f"{strategy} ({WORDS[strategy]})" if strategy in WORDS else strategy
-        data.append(curve(name, ranks, middle, [_hover(point) for point in own], index, **more))
-        shown_s += [*low, *high] if strategy not in hidden else []
+            data.append(band(ranks, low, high, index, legendgroup=str(index)))
+        data.append(curve(strategy, ranks, middle, [_hover(point) for point in own], index, legendgroup=str(index)))
+        shown_s += [*low, *high]
     caption = f"Iteration time on {network}."
     if len(data) > len(curves):
         caption += " Bands: the range that results from the spread of the network's costs."
-    if hidden:
-        caption += f" Not shown until its name is clicked, since it is far slower: {', '.join(sorted(hidden))}."
     sizes = sorted({point.world_size for point in points})
     ticks = sizes[:: -(-len(sizes) // 6)]  # six labels have room on a phone
     shape = layout(
@@ -117,12 +101,6 @@ def _scaling_chart(key: str, network: str, curves: Curves) -> Chart:
         axis(f"iteration, {scale.unit} (lower is better)", type="log", **log_ticks(shown_s)),
     )
     return Chart(key, f"Predicted iteration time over the number of ranks, {network}", data, shape, HEIGHT_PX, caption)
-
-
-def flattening(points: Sequence[ScalePoint]) -> set[str]:
-    """The strategies so much slower than DDP's buckets, at any size, that nobody could tell the others apart."""
-    ddp_s = {point.world_size: point.iteration_s for point in points if point.planner == DDP_DEFAULT}
-    return {point.planner for point in points if point.iteration_s > FLATTENS * ddp_s.get(point.world_size, inf)}
 
 
 def _hover(point: ScalePoint) -> str:

@@ -13,13 +13,14 @@ from anabranch.tools.report.formatting import count, seconds, size, time_scale
 from anabranch.tools.report.runs import Runs
 from anabranch.tools.report.window import Wait
 from anabranch.values.errors import PlanError
-from anabranch.values.plan import Plan, bucket_label
+from anabranch.values.plan import Plan
 from anabranch.values.timeline import COMPUTE, Interval, Span, Timeline, union
 from anabranch.values.trace import Trace
 
 Predicted = tuple[str, Timeline, Plan, Trace]  # a title, and a step that was simulated
 MAX_RANKS = 4  # of a window; Perfetto shows more
 MAX_EDGED = 100  # messages of a step; the bars of more are too narrow for an edge
+MESSAGES = ("waiting for a slower rank", "communication, hidden", "communication, exposed")  # for the arrow keys
 SMALLEST = 1e-9  # of any unit, drawn as 0 below this: plotly draws no axis that ends below 1e-300
 # Kind of bar: name in the legend, colour, hatching; in the order of the legend.
 KINDS: dict[str, tuple[str, str, str]] = {
@@ -30,7 +31,6 @@ KINDS: dict[str, tuple[str, str, str]] = {
     "hidden": ("communication, hidden", "--wire", ""),
     "exposed": ("communication, exposed", "--exposed", "/"),
 }
-MESSAGES = [KINDS[kind][0] for kind in ("waiting", "hidden", "exposed")]  # which the arrow keys go through
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,9 +61,7 @@ def step_views(runs: Runs, predicted: Sequence[Predicted]) -> list[StepView]:
     ]
     found += [_predicted_view(name, step) for name, step in runs.steps]
     for name, timeline in runs.timelines:
-        plan, trace = _matching_plan(timeline, runs)
-        buckets = planned_buckets(dict(enumerate(plan.buckets if plan else ())), timeline, trace)
-        found.append(StepView(name, timeline.meta.get("source") != "simulated", timeline, buckets))
+        found.append(StepView(name, timeline.meta.get("source") != "simulated", timeline, ()))
     for name, ranks in runs.windows:
         for one in ranks[:MAX_RANKS]:
             buckets = planned_buckets(one.buckets, one.timeline)
@@ -79,16 +77,6 @@ def plan_fits(plan: Plan, trace: Trace) -> bool:
     except PlanError:
         return False
     return True
-
-
-def _matching_plan(timeline: Timeline, runs: Runs) -> tuple[Plan | None, Trace | None]:
-    """The plan and trace among the files that belong to a timeline, by the names of its spans."""
-    names = {span.name for span in timeline.communication}
-    for _, plan in runs.plans:
-        labels = {bucket_label(number, bucket.collective, bucket.names) for number, bucket in enumerate(plan.buckets)}
-        if names <= labels:
-            return plan, next((trace for _, trace in runs.traces if plan_fits(plan, trace)), None)
-    return None, None
 
 
 def _predicted_view(name: str, step: PlanDocument | SimulateDocument) -> StepView:
@@ -151,9 +139,7 @@ def step_chart(key: str, label: str, steps: Sequence[StepView], caption: str, fi
         shapes=ends, uniformtext={"mode": "hide", "minsize": 9}, annotations=titles,
     )  # fmt: skip
     shape["legend"]["y"] = 1.0
-    keys = [at for at, series in enumerate(data) if series["name"] in MESSAGES]
-    height = len(labels) * chart.ROW_PX + chart.EDGE_PX
-    return chart.Chart(key, label, data, shape, height, caption, arrow_key_series=keys)
+    return chart.Chart(key, label, data, shape, len(labels) * chart.ROW_PX + chart.EDGE_PX, caption, MESSAGES)
 
 
 def _series(kind: str, found: Sequence[tuple[int, _Bar]], drawn: Callable[[float], float], edge: float) -> chart.Series:

@@ -1,8 +1,7 @@
-"""Files of ``model.trace_steps`` and ``watch.trace_steps``: some steps of all ranks, on one clock."""
+"""Files of ``model.trace_steps``: some steps of all ranks, on one clock."""
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from statistics import median_low
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -21,20 +20,20 @@ LATEST_US = 1e15  # 30 years
 Number = Annotated[int, Field(ge=0, le=1 << 53)]
 
 
-class _Args(BaseModel):
-    """What an event says of itself: the name of a track; a slice's step and gradients."""
+class _Read(BaseModel):
+    model_config = ConfigDict(extra="ignore", strict=True, allow_inf_nan=False, frozen=True)
 
-    model_config = ConfigDict(extra="ignore", strict=True, frozen=True)
+
+class _Args(_Read):
+    """What an event says of itself: the name of a track; a slice's step and gradients."""
 
     name: str = ""
     step: Number | None = None
     tensors: list[str] = []
 
 
-class _Slice(BaseModel):
+class _Slice(_Read):
     """A Chrome trace event with a duration (ph X), or one that names a track (ph M)."""
-
-    model_config = ConfigDict(extra="ignore", strict=True, allow_inf_nan=False, frozen=True)
 
     ph: Literal["X", "M"]
     pid: Number
@@ -52,8 +51,7 @@ class Wait(NamedTuple):
     rank: int
 
 
-@dataclass(frozen=True, slots=True)
-class RankStep:
+class RankStep(NamedTuple):
     """One rank in one step, with its buckets by number; zero is the start of rank 0's backward.
 
     ``waits`` is of the messages that were here before they were on another rank, by the name of their span.
@@ -80,28 +78,24 @@ def rank_steps(document: Mapping[str, Any], where: str) -> list[RankStep]:
     for event in events:
         if event.ph == "X" and event.args.step is not None:
             by_step.setdefault(event.args.step, []).append(event)
-    lengths = {step: _length_us(slices) for step, slices in by_step.items()}
+    own = {step: [event for event in slices if event.pid == 0] for step, slices in by_step.items()}
+    lengths = {step: max(e.ts + e.dur for e in of) - min(e.ts for e in of) for step, of in own.items() if of}
     if not any(lengths.values()):
         raise FileError(f"{where}: has no step of rank 0 in it; write it again with model.trace_steps(first, last, …)")
     median_us = median_low(lengths.values())
     step = next(step for step, length_us in lengths.items() if length_us == median_us)
     slices = [(tracks.get((event.pid, event.tid), COMPUTE), event) for event in by_step[step]]
-    backward = (e.ts for e in by_step[step] if e.pid == 0 and e.name.startswith("backward"))  # of the model, of units
+    backward = (e.ts for e in own[step] if e.name.startswith("backward"))
     zero_us = min(backward, default=by_step[step][0].ts)
     waits = _waits(slices, zero_us, _clock_error_s(document))
     found = []
     for rank in sorted({event.pid for _, event in slices}):
-        own = [(track, event) for track, event in slices if event.pid == rank]
-        if any(track == COMPUTE and event.name != EXPOSED for track, event in own):
-            found.append(_rank_step(step, rank, own, zero_us, waits.get(rank, {})))
+        of = [(track, event) for track, event in slices if event.pid == rank]
+        if any(track == COMPUTE and event.name != EXPOSED for track, event in of):
+            found.append(_rank_step(step, rank, of, zero_us, waits.get(rank, {})))
     if not found:
         raise FileError(f"{where}: step {step:,} has nothing on a track named {COMPUTE!r}; write it again")
     return found
-
-
-def _length_us(slices: list[_Slice]) -> float:
-    of_rank_0 = [event for event in slices if event.pid == 0]
-    return max((e.ts + e.dur for e in of_rank_0), default=0.0) - min((e.ts for e in of_rank_0), default=0.0)
 
 
 def _rank_step(
