@@ -68,7 +68,7 @@ def main() -> None:
     parser.add_argument("--only", action="append", default=[], help="as of anabranch bench; may be repeated")
     parser.add_argument("--iters", type=int, default=10)
     parser.add_argument("--batches", type=int, default=10)
-    parser.add_argument("--backend", help="gloo or nccl; nccl where there is a GPU")
+    parser.add_argument("--backend", choices=["gloo", "nccl"], help="nccl where there is a GPU")
     parser.add_argument("--report", type=Path)
     given = parser.parse_args()
     if bool(given.model) == bool(given.trace):

@@ -175,7 +175,6 @@ class Tuner:
     def _step_ended(self) -> None:
         search = self.search
         began_s, stage = perf_counter(), self.stage
-        self._graphs.step_ended()
         self.runner.check_loaded()
         self.collectives.residuals.on_step_end()
         if self.runner.stale:
