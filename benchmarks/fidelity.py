@@ -37,8 +37,7 @@ from benchmarks.virtual import VirtualWorld
 
 import anabranch as ab
 from anabranch.exchange.quantised.exchange import exchange as quantised_exchange
-from anabranch.exchange.residuals.momentum import Momentum
-from anabranch.exchange.residuals.optimizer_momentum import share_momentum
+from anabranch.exchange.residuals.momentum import Velocity, share_momentum
 from anabranch.exchange.residuals.state import BucketState
 from anabranch.exchange.sparse.oktopk import exchange as sparse_exchange
 from anabranch.values.kinds.formats import FORMATS
@@ -110,7 +109,6 @@ class Bucket:
         self._contestant, self._rows, self._kind = contestant, rows, kind
         residuals = torch.zeros_like(rows)
         self._states = [BucketState.of(residual, RANKS) for residual in residuals]
-        self._momenta = [Momentum(contestant.momentum) for _ in rows]
 
     def average(self, world: VirtualWorld, step: int) -> torch.Tensor:
         """What every rank applies."""
@@ -127,9 +125,11 @@ class Bucket:
             return self._rows[0]
         start, decay_steps = self._contestant.start, self._contestant.decay_steps
         options = ab.OkTopk(warmup_steps=0, start_density=start, decay_steps=decay_steps)
+        decay = self._contestant.momentum
+        velocities = [Velocity(state.sent_velocity(), decay) if decay else None for state in self._states]
         world.run([
-            sparse_exchange(row, state, comm, float(RANKS), density, options, momentum.velocity(state))
-            for row, state, comm, momentum in zip(self._rows, self._states, world.comms, self._momenta, strict=True)
+            sparse_exchange(row, state, comm, float(RANKS), density, options, velocity)
+            for row, state, comm, velocity in zip(self._rows, self._states, world.comms, velocities, strict=True)
         ])  # fmt: skip
         return self._rows[0]
 

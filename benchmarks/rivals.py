@@ -23,8 +23,8 @@ from torch import nn
 
 from anabranch import planning as planners
 from anabranch.exchange.collectives import Collectives
-from anabranch.exchange.communicator import GroupCommunicator
-from anabranch.exchange.contracts import Collective, Group, Steps, Traffic
+from anabranch.exchange.communicator import Communicator
+from anabranch.exchange.contracts import Collective, ExchangeFamily, Group, Steps, Traffic
 from anabranch.exchange.dense import DenseExchanges, dense
 from anabranch.exchange.residuals.state import BucketStates
 from anabranch.parallel import DataParallel
@@ -68,7 +68,7 @@ def main() -> None:
     parser.add_argument("--only", action="append", default=[], help="as of anabranch bench; may be repeated")
     parser.add_argument("--iters", type=int, default=10)
     parser.add_argument("--batches", type=int, default=10)
-    parser.add_argument("--backend", help="gloo or nccl; nccl where there is a GPU")
+    parser.add_argument("--backend", choices=["gloo", "nccl"], help="nccl where there is a GPU")
     parser.add_argument("--report", type=Path)
     given = parser.parse_args()
     if bool(given.model) == bool(given.trace):
@@ -99,13 +99,11 @@ def _say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-class RivalExchanges:
+class RivalExchanges(ExchangeFamily):
     """The family of one published exchange, with error feedback.
 
     Buckets that are not float32 are sent dense, because the exchanges need float32.
     """
-
-    kinds: tuple[str, ...] = ()  # it runs the plans it is given, and is not planned with
 
     def __init__(self, kind: str, rival: Rival, parameters: Mapping[str, torch.Tensor]) -> None:
         self._kind = kind
@@ -120,26 +118,17 @@ class RivalExchanges:
     def supports(self, kind: str, dtype: torch.dtype) -> bool:  # noqa: ARG002 - what is not float32 goes dense
         return kind == self._kind
 
-    def sends_little(self, kind: str) -> bool:
-        return kind == self._kind
-
-    def on_side_stream(self, kind: str) -> bool:
-        return kind == self._kind
-
     def steps(self, bucket: Bucket, buffer: torch.Tensor, group: Group, divisor: float) -> Steps:
         if buffer.dtype != torch.float32:
             return dense(buffer, group, divisor)
         state = self._state.bucket(bucket.names, [self._numels[name] for name in bucket.names])
-        return RIVALS[self._rival.name](buffer, state, GroupCommunicator(group), divisor, self._rival.density)
+        return RIVALS[self._rival.name](buffer, state, Communicator(group), divisor, self._rival.density)
 
     def traffic(self, bucket: Bucket, numel: int, dtype: torch.dtype, ranks: int) -> Traffic | None:  # noqa: ARG002
         return None  # it is counted on the wire
 
     def probe(self, kind: str) -> Collective:
         raise NotImplementedError(f"{kind} is not planned with, so it is not timed by itself")
-
-    def close(self) -> None:
-        """No-op: residuals are for the next turn."""
 
 
 class RivalParallel(DataParallel):

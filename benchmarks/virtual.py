@@ -17,7 +17,7 @@ import numpy.typing as npt
 import torch
 import torch.distributed as dist
 
-from anabranch.exchange.communicator import MAX, SUM, ZeroBuffer
+from anabranch.exchange.communicator import MAX, SUM, Communicator, ZeroBuffer
 from anabranch.exchange.contracts import Steps
 from anabranch.values.errors import DisagreementError
 
@@ -127,20 +127,12 @@ class _Request:
         return self.kind, self.phase, self.given.dtype, shape, even
 
 
-class VirtualCommunicator(ZeroBuffer):
-    """One rank of a ``VirtualWorld``; a ``Communicator``."""
+class VirtualCommunicator(Communicator):
+    """One rank of a ``VirtualWorld``."""
 
     def __init__(self, world: "VirtualWorld", rank: int) -> None:
-        super().__init__()
-        self._world, self._rank = world, rank
-
-    @property
-    def rank(self) -> int:
-        return self._rank
-
-    @property
-    def size(self) -> int:
-        return self._world.size
+        ZeroBuffer.__init__(self)  # and no process group
+        self._world, self.rank, self.size = world, rank, world.size
 
     def all_to_all(
         self,
@@ -150,22 +142,22 @@ class VirtualCommunicator(ZeroBuffer):
         output_counts: Sequence[int] | None = None,
         given_counts: Sequence[int] | None = None,
     ) -> dist.Work:
-        return self._issue("all_to_all", phase, output, given, output_counts, given_counts)
+        return self._request("all_to_all", phase, output, given, output_counts, given_counts)
 
     def all_gather(self, output: torch.Tensor, part: torch.Tensor, phase: str) -> dist.Work:
-        return self._issue("all_gather", phase, output, part)
+        return self._request("all_gather", phase, output, part)
 
     def all_gather_uneven(
         self, output: torch.Tensor, part: torch.Tensor, counts: Sequence[int], phase: str
     ) -> dist.Work:
-        if counts[self._rank] != len(part):
-            raise ValueError(f"rank {self._rank} gathers {len(part)} rows and announced {counts[self._rank]} ({phase})")
-        return self._issue("all_gather", phase, output, part, counts, (len(part),))
+        if counts[self.rank] != len(part):
+            raise ValueError(f"rank {self.rank} gathers {len(part)} rows and announced {counts[self.rank]} ({phase})")
+        return self._request("all_gather", phase, output, part, counts, (len(part),))
 
     def all_reduce(self, tensor: torch.Tensor, phase: str, op: dist.ReduceOp.RedOpType = SUM) -> dist.Work:
-        return self._issue("maximum" if op == MAX else "sum", phase, tensor, tensor)
+        return self._request("maximum" if op == MAX else "sum", phase, tensor, tensor)
 
-    def _issue(
+    def _request(
         self,
         kind: str,
         phase: str,
@@ -175,7 +167,7 @@ class VirtualCommunicator(ZeroBuffer):
         given_counts: Sequence[int] | None = None,
     ) -> VirtualWork:
         request = _Request(kind, phase, output, given, output_counts, given_counts, VirtualWork())
-        self._world.issue(self._rank, request)
+        self._world.issue(self.rank, request)
         return request.work
 
 

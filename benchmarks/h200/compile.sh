@@ -9,7 +9,7 @@ OUT=${OUT:-/tmp/out}; mkdir -p "$OUT" "$TORCHINDUCTOR_CACHE_DIR"
 PY=${PY:-python3}; HOSTS=${HOSTS:-4}; RATE=${RATE:-25gbit}; BACKEND=${BACKEND:-nccl}
 BENCH=${BENCH:-$PY -m anabranch bench}; MORE=${MORE:-}; TIMES_MORE=${TIMES_MORE:-}
 BATCH=32  # the same everywhere: caches are by shape
-HOLD=${HOLD:-170}  # steps after which a search tries no more plans; about as many as it takes anyway. Then graphs are cut for the best one
+SEARCH=${SEARCH:-163}  # steps after which a search tries no more plans; about as many as it takes anyway. Then graphs are cut for the best one
 said() { echo "=== $* ($(( $(date +%s) - BEGAN )) s)"; }
 BEGAN=$(date +%s)
 
@@ -35,7 +35,7 @@ part_channels_times() {  # about 70 s
 lab() {  # seconds, report, then arguments of bench
   local limit=$1 report=$2; shift 2
   timeout -k 20 "$limit" $PY -m anabranch lab --hosts $HOSTS --rate $RATE --backend $BACKEND -- \
-    $BENCH --compile --only nothing --profile-steps 4 --hold-after $HOLD --num-warmup-batches 3 \
+    $BENCH --compile --only nothing --profile-steps 4 --search-steps $SEARCH --num-warmup-batches 3 \
     --report "$OUT/$report.md" --force $MORE "$@" > >(tee "$OUT/$report.log") 2>&1
   echo "exit $?"
   mv "$OUT/$report.log" "$OUT/$report.log.md"
@@ -57,7 +57,7 @@ part_oktopk() {  # instead of int8
 }
 
 part_bert() {  # about 190 s; eager and compiled, dense and int8. Dense steps take 0.2 s, so searches are shorter
-  HOLD=${BERT_HOLD:-100} lab ${BERT_S:-200} compiled_bert --model bert-base --compress int8 --skip 'compute only, compiled' \
+  SEARCH=${BERT_SEARCH:-93} lab ${BERT_S:-200} compiled_bert --model bert-base --compress int8 --skip 'compute only, compiled' \
     --skip 'DDP, compiled' --num-iters 3 --num-batches-per-iter 5
 }
 

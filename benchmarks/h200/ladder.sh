@@ -10,7 +10,7 @@ limit=$1 rate=$2; shift 2
 models=(); for model in "$@"; do models+=(--model "$model"); done
 kinds=(); for kind in ${KINDS:-int8 int4 auto oktopk:0.01:bf16}; do kinds+=(--compress "$kind"); done
 timeout -k 10 "$limit" python3 -m anabranch lab --hosts 4 --rate "$rate" --backend nccl -- python3 -m anabranch bench \
-  "${models[@]}" "${kinds[@]}" ${HOOKS---only PowerSGD --only "fp16 hook"} --search-steps 50 --hold-after 60 --profile-steps 4 \
+  "${models[@]}" "${kinds[@]}" ${HOOKS---only PowerSGD --only "fp16 hook"} --search-steps 50 --profile-steps 4 \
   --num-iters 3 --num-batches-per-iter 4 --num-warmup-batches 2 --report "$OUT/ladder_$rate.md" --force \
   > "$OUT/ladder_$rate.txt" 2> "$OUT/ladder_$rate.log"
 echo "exit $?"

@@ -7,7 +7,7 @@ OUT=${OUT:-/tmp/out}; mkdir -p "$OUT"
 for turn in $(seq ${TURNS:-2}); do
   for queues in 2 8; do
     CUDA_DEVICE_MAX_CONNECTIONS=$queues timeout -k 10 60 python3 -m anabranch lab --hosts 4 --rate ${RATE:-25gbit} --backend ${BACKEND:-nccl} -- \
-      python3 -m anabranch bench ${WORKLOAD:---model resnet50:32} --only 'fp16 hook' --search-steps 30 --hold-after 30 --profile-steps 4 \
+      python3 -m anabranch bench ${WORKLOAD:---model resnet50:32} --only 'fp16 hook' --search-steps 23 --profile-steps 4 \
       --num-iters 3 --num-batches-per-iter 4 --num-warmup-batches 2 --report "$OUT/queues_${queues}_$turn.md" --force > /dev/null 2> "$OUT/queues_${queues}_$turn.log"
     echo "$queues queues, turn $turn: exit $?"; grep '^| [cD*]' "$OUT/queues_${queues}_$turn.md"
   done

@@ -115,33 +115,23 @@ _sys.modules.update({"anabranch.planners": planners, "anabranch.sharded": sharde
 
 # Imported on first use, since they import torch, which planning does not need.
 _WITH_TORCH = {
-    "Activations": "anabranch.lean.options",
-    "Auto": "anabranch.values.kinds.options",
-    "CommHookState": "anabranch.frameworks.comm_hooks",
-    "CommState": "anabranch.frameworks.checkpoint",
-    "DataParallel": "anabranch.parallel",
-    "FoundSharding": "anabranch.fsdp.trial",
-    "JsonLines": "anabranch.observe.loggers",
-    "Lean": "anabranch.lean.options",
-    "LeanDataParallel": "anabranch.lean.parallel",
-    "Logger": "anabranch.observe.metrics",
-    "Metrics": "anabranch.observe.metrics",
-    "OkTopk": "anabranch.values.kinds.options",
-    "Progress": "anabranch.observe.loggers",
-    "Quantised": "anabranch.values.kinds.options",
-    "Replication": "anabranch.fsdp.replicate",
-    "ReplicationState": "anabranch.frameworks.checkpoint",
-    "TensorBoard": "anabranch.observe.loggers",
-    "TuningPolicy": "anabranch.tuning.policy",
-    "WandB": "anabranch.observe.loggers",
-    "Watch": "anabranch.fsdp.watch",
-    "block_names": "anabranch.fsdp.shard",
-    "find_sharding": "anabranch.fsdp.trial",
-    "oktopk_hook": "anabranch.frameworks.comm_hooks",
-    "quantised_hook": "anabranch.frameworks.comm_hooks",
-    "replicate": "anabranch.fsdp.replicate",
-    "shard": "anabranch.fsdp.shard",
-    "watch": "anabranch.fsdp.watch",
+    name: f"anabranch.{module}"
+    for module, names in {
+        "frameworks.checkpoint": ("CommState", "ReplicationState"),
+        "frameworks.comm_hooks": ("CommHookState", "oktopk_hook", "quantised_hook"),
+        "fsdp.replicate": ("Replication", "replicate"),
+        "fsdp.shard": ("block_names", "shard"),
+        "fsdp.trial": ("FoundSharding", "find_sharding"),
+        "fsdp.watch": ("Watch", "watch"),
+        "lean.options": ("Activations", "Lean"),
+        "lean.parallel": ("LeanDataParallel",),
+        "observe.loggers": ("JsonLines", "Progress", "TensorBoard", "WandB"),
+        "observe.metrics": ("Logger", "Metrics"),
+        "parallel": ("DataParallel",),
+        "tuning.policy": ("TuningPolicy",),
+        "values.kinds.options": ("Auto", "OkTopk", "Quantised"),
+    }.items()
+    for name in names
 }
 
 

@@ -32,7 +32,7 @@ from anabranch.exchange.compression import (
 )
 from anabranch.exchange.groups import USE_A_TORCH_GROUP, is_in_python, no_clone_reason
 from anabranch.exchange.model_parameters import model_parts
-from anabranch.exchange.residuals.optimizer_momentum import check_shareable, share_momentum
+from anabranch.exchange.residuals.momentum import check_shareable, share_momentum
 from anabranch.tuning.options import Planner, TuningOptions
 from anabranch.tuning.policy import DEFAULT_POLICY, TuningPolicy, check_policy
 from anabranch.tuning.tuned_model import CLOSED, Tuned
@@ -229,7 +229,7 @@ class DataParallel(Tuned, ExtensibleDDP):
                 self._follow_scale()
             if torch.is_grad_enabled() and not self._inside_join:
                 self._tuner.before_forward(self.require_backward_grad_sync, inputs, kwargs)
-            self._layout.drain_buffers()  # after the step's first mark, so that this wait is measured
+            self._layout.buffers.drain()  # after the step's first mark, so that this wait is measured
 
     @_disable_dynamo
     def _after_forward(self, output: Any) -> None:
@@ -243,7 +243,7 @@ class DataParallel(Tuned, ExtensibleDDP):
 
     def _before_comm_hook(self, name: str) -> None:
         if self._tuner is not None and self._layout is not None:
-            self._layout.discard_buffers()  # DDP broadcasts them itself before the next forward
+            self._layout.buffers.discard()
             self._layout.use(None)
             self._stop_planning(f"the comm hook {name} was registered")
         if dist.get_world_size(self.process_group) == 1:
@@ -262,11 +262,11 @@ class DataParallel(Tuned, ExtensibleDDP):
         self._no_plan_reason = reason
 
     def _install_buffers(self) -> bool:
-        return self._layout is not None and self._layout.install_buffers()
+        return self._layout is not None and self._layout.buffers.install()
 
     def _discard_buffers(self) -> None:
         if self._layout is not None:
-            self._layout.discard_buffers()
+            self._layout.buffers.discard()
 
     def _use_divisor(self, divisor: Callable[[], int] | None) -> bool:
         launcher = self._tuner.runner.launcher if self._tuner is not None else None

@@ -34,8 +34,8 @@ class Rig:
         assert dist.group.WORLD is not None
         self.lanes = Lanes(dist.group.WORLD, CPU)
         self.lanes.grow(1)
-        self.control = clone_group(dist.group.WORLD, "gloo", "control")
-        self.behind = DeferredBuffers(lambda: self.buffers, self.control)
+        self.behind = DeferredBuffers(lambda: self.buffers)
+        self.behind.control = clone_group(dist.group.WORLD, "gloo", "control")
 
     def send(self) -> None:
         self.behind.send(self.lanes[0])

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from anabranch import Bucket, Plan
-from anabranch.exchange.contracts import Collective, Group, Steps, Traffic
+from anabranch.exchange.contracts import Collective, ExchangeFamily, Group, Steps, Traffic
 from anabranch.exchange.dense import dense
 from anabranch.exchange.residuals.store import Residuals
 
@@ -16,7 +16,7 @@ def eighths(buffer: torch.Tensor, group: Group, divisor: float) -> Steps:
     yield from dense(buffer, group, divisor)
 
 
-class EighthsExchanges:
+class EighthsExchanges(ExchangeFamily):
     """One kind, "eighths", for float32 alone; keeps the names of the buckets that it has exchanged."""
 
     kinds: tuple[str, ...] = ("eighths",)
@@ -30,15 +30,9 @@ class EighthsExchanges:
     def supports(self, kind: str, dtype: torch.dtype) -> bool:
         return self.handles(kind) and dtype == torch.float32
 
-    def on_side_stream(self, kind: str) -> bool:
-        return self.handles(kind)
-
     def steps(self, bucket: Bucket, buffer: torch.Tensor, group: Group, divisor: float) -> Steps:
         self.exchanged.append(bucket.names)
         return eighths(buffer, group, divisor)
-
-    def sends_little(self, kind: str) -> bool:
-        return self.handles(kind)
 
     def traffic(self, bucket: Bucket, numel: int, dtype: torch.dtype, ranks: int) -> Traffic | None:
         return Traffic(numel * ranks, numel, 0.5) if self.supports(bucket.collective, dtype) else None

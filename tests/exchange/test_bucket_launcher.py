@@ -39,15 +39,15 @@ class RecordingLane:
         return True
 
 
-class RecordingExchange(Collectives):
-    """Keeps the buckets and divisors that it was asked to exchange."""
+class RecordingExchanges(EighthsExchanges):
+    """Keeps the buckets and divisors that it was asked to exchange, of every kind."""
 
     def __init__(self, log: list[str]) -> None:
         super().__init__()
         self._log = log
 
-    def on_side_stream(self, kind: str) -> bool:
-        return kind == "eighths"
+    def handles(self, kind: str) -> bool:
+        return True
 
     def steps(self, bucket: Bucket, buffer: torch.Tensor, group: Group, divisor: float) -> Steps:
         self._log.append(f"exchange {'+'.join(bucket.names)} of {len(buffer)} / {divisor:g}")
@@ -64,7 +64,9 @@ def launches(rank: int) -> list[str]:
     def mark(index: int) -> EndMarker | None:
         return (lambda works: log.append(f"bucket {index} ended with {works}")) if timed else None
 
-    launcher = BucketLauncher(PLAN, lanes, RecordingExchange(log), mark, lambda: log.append("before the first"))
+    launcher = BucketLauncher(
+        PLAN, lanes, Collectives(RecordingExchanges(log)), mark, lambda: log.append("before the first")
+    )
     for index in range(3):
         launcher.launch(index, torch.zeros(index + 1))
     launcher.divisor = lambda: 3

@@ -52,8 +52,8 @@ def test_every_question_goes_to_the_family_of_the_kind() -> None:
     assert collectives.kinds == ("eighths", "bf16")
     assert collectives.supports("eighths", torch.float32) and not collectives.supports("eighths", torch.float64)
     assert collectives.supports("dense", torch.float64) and not collectives.supports("zip", torch.float32)
-    assert collectives.on_side_stream("eighths") and not collectives.on_side_stream("dense")
-    assert collectives.probe("eighths") is eighths and collectives.probe("dense") is dense
+    assert collectives.family("eighths").probe("eighths") is eighths
+    assert collectives.family("dense").probe("dense") is dense
     assert collectives.traffic(Bucket(("a",), 0, "eighths"), 10, torch.float32, 4) == (40, 10, 0.5)
     assert collectives.traffic(Bucket(("a",), 0, "eighths"), 10, torch.float64, 4) is None
     assert collectives.traffic(Bucket(("a",)), 10, torch.float32, 4) == dense_traffic(10, torch.float32, 4)
@@ -61,14 +61,12 @@ def test_every_question_goes_to_the_family_of_the_kind() -> None:
 
 BAD = Bucket(("a",), 0, "zip")
 QUESTIONS: list[Callable[[Collectives], object]] = [
-    lambda collectives: collectives.on_side_stream("zip"),
-    lambda collectives: collectives.probe("zip"),
+    lambda collectives: collectives.family("zip"),
     lambda collectives: collectives.traffic(BAD, 10, torch.float32, 2),
-    lambda collectives: collectives.steps(BAD, torch.zeros(1), None, 2.0),  # type: ignore[arg-type]
 ]
 
 
-@pytest.mark.parametrize("question", QUESTIONS, ids=["on_side_stream", "probe", "traffic", "steps"])
+@pytest.mark.parametrize("question", QUESTIONS, ids=["family", "traffic"])
 def test_an_unknown_kind_is_named_with_those_that_exist(question: Callable[[Collectives], object]) -> None:
     with pytest.raises(ValueError, match=r"called 'zip': expected one of eighths, dense$"):
         question(Collectives(EighthsExchanges(), DenseExchanges()))

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from benchmarks.virtual import VirtualWorld
 
-from anabranch.exchange.communicator import GroupCommunicator
+from anabranch.exchange.communicator import Communicator
 from anabranch.exchange.lanes import Lanes, Message
 from exchange.sparse.worlds import EXCHANGES, gradients, states, step
 from ranks import on_ranks
@@ -21,7 +21,7 @@ def one_after_another(rank: int) -> dict[str, Any]:
     assert dist.group.WORLD is not None
     lanes = Lanes(dist.group.WORLD, torch.device("cpu"))
     lanes.grow(1)
-    comm = GroupCommunicator(lanes[0].group)
+    comm = Communicator(lanes[0].group)
     found = {}
     for name, exchange in EXCHANGES.items():
         state = states(world_size, NUMEL)[rank]

@@ -100,9 +100,6 @@ class _State:
     def __init__(self) -> None:
         self.residual = torch.randn(48)
 
-    def record_norms(self, gradient: torch.Tensor) -> None:
-        assert gradient.numel() == 48
-
 
 def _live(parameter: nn.Parameter, state: Any) -> buckets.LiveBucket:
     planned = ab.Bucket(("p",), collective="oktopk:0.1")

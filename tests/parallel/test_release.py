@@ -145,7 +145,7 @@ def closed_memory(rank: int) -> list[list[str]]:
     collectives: Any = parallel._collectives
     exchanges, comms = collectives.residuals, list(collectives._families[0]._comms.values())
     memory = {f"residual of {state.names}": state.residual for state in exchanges.buckets()}
-    memory |= {f"velocity of {names}": flat for names, (_, flat) in exchanges.momentum._flat.items()}
+    memory |= {f"velocity of {state.names}": state.velocity for state in exchanges.buckets()}
     memory |= {f"zeros of {number}": comm._zeros for number, comm in enumerate(comms)}
     storages = {name: StorageWeakRef(tensor.untyped_storage()) for name, tensor in memory.items()}
     del memory, exchanges, comms, collectives

@@ -7,7 +7,6 @@ import torch
 from torch import nn
 
 import anabranch as ab
-from anabranch.exchange.residuals.monitor import ResidualSample
 from parallel.given_gradients import (
     COLUMNS,
     ROWS,
@@ -224,30 +223,6 @@ def test_a_residual_keeps_its_place_whatever_the_order_in_memory(found: dict[str
     torch.testing.assert_close(2 * answers[0]["applied"], answers[0]["computed"] + answers[1]["computed"])
 
 
-def warned(rank: int) -> list[str]:
-    """explain() of a sparse run, then of one whose residual would have grown for long."""
-    model, parallel = fresh(two_buckets(0.1))
-    for step in range(6):
-        one_step(model, parallel, step, rank)
-    said = [parallel.explain()]
-    assert parallel._tuner is not None
-    (bucket,) = parallel._tuner.collectives.residuals.buckets()
-    assert bucket.residual_monitor is not None
-    bucket.residual_monitor.samples = lambda: [  # type: ignore[method-assign]
-        ResidualSample(step, 2.0 * step, 0.5 * step) for step in range(0, 1280, 64)
-    ]
-    said.append(parallel.explain())
-    parallel.close()
-    return said
-
-
-def test_explain_shows_the_residual_and_warns_when_it_grows(found: dict[str, list[Any]]) -> None:
-    for calm, alarmed in found["warned"]:
-        assert "applied in its last step, |residual|" in calm and " steps old" in calm and "WARNING" not in calm
-        assert "WARNING: the residual of the bucket to first grows without bound: its norm was" in alarmed
-        assert "at step 1216, 320.0 and 608.0 steps of gradients: give OkTopk a higher density" in alarmed
-
-
 # ------------------------------------------------------------------------------------------------------- loss scales
 
 
@@ -328,7 +303,6 @@ def found() -> dict[str, list[Any]]:
             **{f"fewer, {kind}": (fewer_residuals, kind) for kind in WITH_RESIDUALS},
             "huge": (huge_then_normal,),
             "channels last": (channels_last,),
-            "warned": (warned,),
             "steady scale": (followed, [1.0] * len(SCALES), None),
             "changing scale": (followed, SCALES, None),
             "cut scale": (followed, SCALES, 6),

@@ -233,8 +233,6 @@ class _Graphs:
 
     def settle(self) -> None: ...
 
-    def step_ended(self) -> None: ...
-
     def note_late(self, what: str) -> None: ...
 
     def lines(self) -> list[str]:
@@ -270,13 +268,11 @@ class _World:
         )
         self.collectives = SimpleNamespace(
             residuals=residuals,
-            errors=SimpleNamespace(postpone=lambda: None, relative_errors=dict),
             max_ctas=None,
             kinds=tuple(given["options"]["kinds"]),
             supports=lambda *_: True,
-            on_side_stream=lambda _: False,
             use_plan=lambda _: None,
-            probe=lambda _: None,
+            family=lambda _: SimpleNamespace(probe=lambda _: None),
             close=lambda: None,
         )
 

@@ -23,12 +23,13 @@ class DeferredBuffers:
     """Broadcasts one model's buffers from rank 0 after each step.
 
     current   returns the model's buffers as they are now
-    control   a group of the same ranks that can send host memory
+    control   a group of the same ranks that can send host memory; set it before the first step that sends
     """
 
-    def __init__(self, current: Callable[[], Sequence[torch.Tensor]], control: Group) -> None:
+    control: Group | None = None
+
+    def __init__(self, current: Callable[[], Sequence[torch.Tensor]]) -> None:
         self._current = current
-        self._control = control
         self._sent: list[torch.Tensor] = []
         self._versions: list[int] = []  # version counters of the buffers when they were sent
         self._message: torch.Tensor | None = None
@@ -54,14 +55,13 @@ class DeferredBuffers:
             self._arrived.wait()
 
     def discard(self) -> None:
-        """Wait for the buffers that were sent, and drop them: under join() another rank's buffers may be used."""
+        """Wait for the buffers that were sent, and drop them: DDP broadcasts them itself this time."""
         self.drain()
         self._arrived = None
 
     def close(self) -> None:
-        """Drop the reference to the process group."""
-        self._arrived = None
-        del self._control
+        """Drop the references to process groups."""
+        self._arrived = self.control = None
 
     def install(self) -> bool:
         """Copy the received values to the buffers; False, on all ranks, if DDP must broadcast them instead."""
@@ -73,7 +73,7 @@ class DeferredBuffers:
         assert message is not None
         if not self._confirmed(self._same_shapes()):
             return False
-        if dist.get_rank(self._control) != 0:
+        if dist.get_rank(self.control) != 0:
             runs = _runs_of_one_dtype(self._sent)
             parts = message.split([sum(b.numel() * b.element_size() for b in run) for run in runs])
             with torch.no_grad(), _unsafe_preserve_version_counter(tuple(self._sent)):
@@ -100,7 +100,7 @@ class DeferredBuffers:
         """Whether rank 0's buffers are unchanged since it sent them, by version counter; misses writes to ``.data``."""
         unchanged = same_shapes and self._versions == [buffer._version for buffer in self._sent]
         answer = torch.tensor([unchanged], dtype=torch.uint8)
-        dist.broadcast(answer, group_src=0, group=self._control)
+        dist.broadcast(answer, group_src=0, group=self.control)
         return bool(answer.item())
 
 

@@ -10,7 +10,6 @@ from collections.abc import Callable
 import torch
 from torch import nn
 from torch._C._distributed_c10d import GradBucket
-from torch._compile import _disable_dynamo
 from torch.autograd.graph import get_gradient_edge
 
 from anabranch.ddp.deferred_buffers import DeferredBuffers
@@ -53,14 +52,17 @@ class PlanHook:
 
 
 class DdpLayout:
-    """The bucket layout of one DDP, which owns this object; ``tuning.runner.Layout`` is the contract."""
+    """The bucket layout of one DDP, which owns this object; ``tuning.runner.Layout`` is the contract.
+
+    ``buffers`` are sent under a plan; DataParallel asks for them where DDP would broadcast them.
+    """
 
     default_label = "DDP's own buckets"
     default_plan = None  # DDP's own buckets are built by DDP
 
     def __init__(self, ddp: ExtensibleDDP) -> None:
         self._ddp_ref = weakref.ref(ddp)  # weak, so that a model that is not used any more is freed
-        self._buffers: DeferredBuffers | None = None  # once there is a plan
+        self.buffers = DeferredBuffers(lambda: self._ddp._current_buffers())
         self._own_buckets: BucketIndices | None = None  # the buckets that DDP built, once a plan has replaced them
         self._planned_buckets: BucketIndices | None = None
         self._wrapped = reduced_parameters(ddp)
@@ -118,8 +120,7 @@ class DdpLayout:
             return
         if self._hook is None:
             self._own_buckets = self._own_buckets or built_by_ddp(self._ddp)
-        if self._buffers is None:
-            self._buffers = DeferredBuffers(lambda: self._ddp._current_buffers(), launcher.lanes.control)
+        self.buffers.control = launcher.lanes.control
         self._planned_buckets = launcher.plan.indices(list(self._wrapped))
         self._build(self._planned_buckets, PlanHook(launcher, self._send_buffers).run)
 
@@ -132,8 +133,7 @@ class DdpLayout:
 
     def close(self) -> None:
         self._reduction = None  # before the reducer is freed
-        if self._buffers is not None:
-            self._buffers.close()
+        self.buffers.close()
 
     # Called by DataParallel.
 
@@ -160,29 +160,11 @@ class DdpLayout:
                 )
         return ""
 
-    # Called by DataParallel where DDP would broadcast buffers.
-
-    def drain_buffers(self) -> None:
-        """Wait for the broadcast of buffers, so that the next messages cannot be mixed up with it."""
-        if self._buffers is not None:
-            self._buffers.drain()
-
-    @_disable_dynamo
-    def discard_buffers(self) -> None:
-        """Drop received buffers, because a buffer hook or join() broadcasts them this time."""
-        if self._buffers is not None:
-            self._buffers.discard()
-
-    @_disable_dynamo
-    def install_buffers(self) -> bool:
-        """Copy rank 0's buffers to this model; False if DDP must broadcast them instead."""
-        return self._buffers is not None and self._buffers.install()
-
     def _reduced(self) -> None:
         ddp = self._ddp_ref()
         if ddp is not None and not ddp._inside_join and self._on_averaged is not None:
             self._on_averaged()
 
     def _send_buffers(self, lane: Lane) -> None:
-        if self._buffers is not None and self._ddp._sends_deferred_buffers():
-            self._buffers.send(lane)
+        if self._ddp._sends_deferred_buffers():
+            self.buffers.send(lane)

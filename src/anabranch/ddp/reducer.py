@@ -34,10 +34,10 @@ class ExtensibleDDP(DistributedDataParallel):
     _logged_before: Mapping[str, Any] | None = None  # the logging data of the reducer that this one has replaced
 
     def _before_forward(self, *inputs: Any, **kwargs: Any) -> None:
-        """Called with the inputs of each forward, before DDP prepares for it."""
+        """Called before DDP prepares for a forward."""
 
     def _after_forward(self, output: Any) -> None:
-        """Called with the output of each forward, after DDP has prepared for its backward."""
+        """Called after DDP has prepared for a forward's backward."""
 
     def _install_buffers(self) -> bool:
         """Called where DDP would broadcast buffers; True if the buffers are installed already."""

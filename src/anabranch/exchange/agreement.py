@@ -25,8 +25,6 @@ from anabranch.values.trace import Trace
 
 AnyNoun = TypeVar("AnyNoun", Trace, Network, Plan)
 
-LENGTH_NBYTES = 8  # each of several payloads follows its length
-
 
 def wire_device(group: Group) -> torch.device:
     """The device on which tensors for the group's small messages must be: NCCL cannot send host memory."""
@@ -66,7 +64,8 @@ def from_all_ranks(payload: bytes, *groups: Group) -> list[bytes]:
     """Every rank's payload, in rank order, on every rank."""
     payloads = [payload]
     for group in reversed(groups):
-        payloads = [one for joined in _from_group(_joined(payloads), group) for one in _split(joined)]
+        along = [_from_group(one, group) for one in payloads]
+        payloads = [one for of_rank in zip(*along, strict=True) for one in of_rank]
     return payloads
 
 
@@ -171,20 +170,6 @@ def _from_group(payload: bytes, group: Group) -> list[bytes]:
     parts = [torch.zeros(longest, dtype=torch.uint8, device=device) for _ in range(ranks)]
     dist.all_gather(parts, _tensor(payload, longest, device), group=group)
     return [_bytes(part)[:length] for part, length in zip(parts, lengths, strict=True)]
-
-
-def _joined(payloads: Sequence[bytes]) -> bytes:
-    """Payloads in one, each behind its length."""
-    return b"".join(len(one).to_bytes(LENGTH_NBYTES, "big") + one for one in payloads)
-
-
-def _split(joined: bytes) -> Iterator[bytes]:
-    """The payloads that ``_joined`` has put together."""
-    at = 0
-    while at < len(joined):
-        begin = at + LENGTH_NBYTES
-        at = begin + int.from_bytes(joined[at:begin], "big")
-        yield joined[begin:at]
 
 
 def _tensor(content: bytes, size: int, device: torch.device) -> torch.Tensor:

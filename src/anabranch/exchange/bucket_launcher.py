@@ -7,8 +7,9 @@ import torch.distributed as dist
 from torch.futures import Future
 
 from anabranch.exchange.collectives import Collectives
-from anabranch.exchange.contracts import Group, Steps
+from anabranch.exchange.contracts import ExchangeFamily, Group, Steps
 from anabranch.exchange.lanes import Lane, Lanes, Message
+from anabranch.values.kinds.names import DENSE
 from anabranch.values.plan import Bucket, Plan
 
 Around = Callable[[Steps, Group], Steps]
@@ -48,21 +49,20 @@ class BucketLauncher:
         """
         if index == 0 and self._before_first is not None:
             self._before_first()
-        bucket, lane, label, on_side_stream = self._routes[index]
+        bucket, family, lane, label = self._routes[index]
         divisor = self.divisor() if self.divisor is not None else self._world_size
-        steps = self._collectives.steps(bucket, buffer, lane.group, divisor)
-        steps = self._collectives.errors.sampled(steps, bucket, buffer, lane.group, divisor)
+        steps = family.steps(bucket, buffer, lane.group, divisor)
         steps = steps if around is None else around(steps, lane.group)
-        return lane.submit(Message(steps, buffer, label, self._mark_bucket(index), on_side_stream))
+        return lane.submit(Message(steps, buffer, label, self._mark_bucket(index), bucket.collective != DENSE))
 
     def close(self) -> None:
         """Drop the lanes, whose last works hold memory; nothing can be launched any more."""
         self._routes = []
 
-    def _route(self, index: int, bucket: Bucket) -> tuple[Bucket, Lane, str, bool]:
-        """What does not change between steps: the bucket, its lane, its name in errors, whether on a side stream."""
+    def _route(self, index: int, bucket: Bucket) -> tuple[Bucket, ExchangeFamily, Lane, str]:
+        """What does not change between steps: the bucket, its family, its lane, and its name in errors."""
         label = (
             f"bucket {index} of {len(self.plan)} ({len(bucket.names)} gradients to {bucket.names[-1]}, "
             f"{bucket.collective} on lane {bucket.lane})"
         )
-        return bucket, self.lanes[bucket.lane], label, self._collectives.on_side_stream(bucket.collective)
+        return bucket, self._collectives.family(bucket.collective), self.lanes[bucket.lane], label

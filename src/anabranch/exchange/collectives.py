@@ -5,9 +5,9 @@ from types import MappingProxyType
 
 import torch
 
-from anabranch.exchange.contracts import Collective, ExchangeFamily, Group, Steps, Traffic
-from anabranch.exchange.error_samples import ErrorSamples
+from anabranch.exchange.contracts import ExchangeFamily, Traffic
 from anabranch.exchange.residuals.store import Residuals
+from anabranch.values.kinds.names import BF16
 from anabranch.values.plan import Bucket, Plan
 
 NOTHING: Mapping[str, Collection[str]] = MappingProxyType({})
@@ -16,10 +16,10 @@ NOTHING: Mapping[str, Collection[str]] = MappingProxyType({})
 class Collectives:
     """All exchanges of one model: finds the family of each bucket's kind, so that a plan may mix families.
 
-    ``families`` come in order of preference. ``excluded``: by kind, the parameters whose gradients must not use it.
-    ``mixes``: plans choose for each bucket between all kinds and dense.
-
-    ``residuals`` holds what is kept between steps, and ``errors`` samples the errors of averages.
+    families    in order of preference
+    residuals   what is kept between steps
+    excluded    by kind, the parameters whose gradients must not use it
+    mixes       plans choose for each bucket between all kinds and dense
     """
 
     def __init__(
@@ -30,43 +30,36 @@ class Collectives:
         mixes: bool = False,
     ) -> None:
         self._families = families
-        self._family_of_kind: dict[str, ExchangeFamily] = {}  # filled as kinds are asked for
         self.residuals = residuals or Residuals()
-        self.errors = ErrorSamples(self.residuals)
         self.kinds: tuple[str, ...] = tuple(kind for family in families for kind in family.kinds)
         self.excluded = {kind: frozenset(names) for kind, names in excluded.items()}
         self.mixes = mixes
+
+    def family(self, kind: str) -> ExchangeFamily:
+        """The family to which this kind belongs; ValueError if there is none."""
+        for family in self._families:
+            if family.handles(kind):
+                return family
+        known_kinds = ", ".join((*self.kinds, "dense"))
+        raise ValueError(f"no exchange of this model is called {kind!r}: expected one of {known_kinds}")
 
     def supports(self, kind: str, dtype: torch.dtype) -> bool:
         """Whether a bucket of this dtype may name this kind."""
         return any(family.supports(kind, dtype) for family in self._families if family.handles(kind))
 
-    def on_side_stream(self, kind: str) -> bool:
-        """Whether this kind computes before it sends, so that on a GPU it should start on a stream of its own."""
-        return self._family(kind).on_side_stream(kind)
-
-    def steps(self, bucket: Bucket, buffer: torch.Tensor, group: Group, divisor: float) -> Steps:
-        """The exchange of one bucket in one step, as ``ExchangeFamily.steps``."""
-        return self._family(bucket.collective).steps(bucket, buffer, group, divisor)
+    def traffic(self, bucket: Bucket, numel: int, dtype: torch.dtype, ranks: int) -> Traffic | None:
+        """Bytes of the last exchange of this bucket, computed without waiting for a device; None if unknown."""
+        return self.family(bucket.collective).traffic(bucket, numel, dtype, ranks)
 
     @property
     def max_ctas(self) -> int | None:
         """How many of a GPU's multiprocessors messages may occupy: fewer the less is sent; None: NCCL decides."""
         if not self.kinds:
             return None
-        return 1 if not self.mixes and all(self._family(kind).sends_little(kind) for kind in self.kinds) else 2
-
-    def traffic(self, bucket: Bucket, numel: int, dtype: torch.dtype, ranks: int) -> Traffic | None:
-        """Bytes of the last exchange of this bucket, computed without waiting for a device; None if unknown."""
-        return self._family(bucket.collective).traffic(bucket, numel, dtype, ranks)
-
-    def probe(self, kind: str) -> Collective:
-        """An exchange of this kind for timing; it does not touch the model's residuals."""
-        return self._family(kind).probe(kind)
+        return 2 if self.mixes or BF16 in self.kinds else 1  # all other kinds send a fourth of the bytes or less
 
     def use_plan(self, plan: Plan | None) -> None:
         """Prepare for a plan, or for DDP's own buckets, from the next step on."""
-        self.errors.clear()
         self.residuals.use_plan(plan)
 
     def close(self) -> None:
@@ -74,13 +67,3 @@ class Collectives:
         for family in self._families:
             family.close()
         self.residuals.close()
-
-    def _family(self, kind: str) -> ExchangeFamily:
-        if (known := self._family_of_kind.get(kind)) is not None:
-            return known
-        for family in self._families:
-            if family.handles(kind):
-                self._family_of_kind[kind] = family
-                return family
-        known_kinds = ", ".join((*self.kinds, "dense"))
-        raise ValueError(f"no exchange of this model is called {kind!r}: expected one of {known_kinds}")

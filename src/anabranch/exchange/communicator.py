@@ -1,8 +1,8 @@
-"""Communicator: what a sparse exchange needs of a process group, so that it also runs on virtual ranks."""
+"""Communicator: what exchanges need of a process group. ``benchmarks/virtual.py`` has one of virtual ranks."""
 
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,75 +25,6 @@ class ZeroBuffer:
         return self._zeros[:numel]
 
 
-class Communicator(Protocol):
-    """One rank's view of its process group. Every operation is issued at once and returns the work to yield.
-
-    ``phase`` says what a message is for: word counts and errors name it. Tensors are split along their first
-    dimension; without counts, into equal parts. Exchanges on one communicator run one after another, so they may
-    share its zero buffer.
-    """
-
-    @property
-    def rank(self) -> int:
-        """This rank, 0 … size−1."""
-        ...
-
-    @property
-    def size(self) -> int:
-        """The number of ranks."""
-        ...
-
-    def zeros(self, numel: int, device: torch.device) -> torch.Tensor:
-        """A shared float32 buffer of zeros (``ZeroBuffer``). Callers that write to it must zero it again."""
-        ...
-
-    def all_to_all(
-        self,
-        output: torch.Tensor,
-        given: torch.Tensor,
-        phase: str,
-        output_counts: Sequence[int] | None = None,
-        given_counts: Sequence[int] | None = None,
-    ) -> dist.Work:
-        """Send part j of ``given`` to rank j; ``output`` receives the parts from all ranks, in rank order."""
-        ...
-
-    def all_gather(self, output: torch.Tensor, part: torch.Tensor, phase: str) -> dist.Work:
-        """Gather the parts of all ranks, all of one size, in rank order."""
-        ...
-
-    def all_gather_uneven(
-        self, output: torch.Tensor, part: torch.Tensor, counts: Sequence[int], phase: str
-    ) -> dist.Work:
-        """Gather the parts of all ranks in rank order, where the part of rank r has ``counts[r]`` rows."""
-        ...
-
-    def all_reduce(self, tensor: torch.Tensor, phase: str, op: dist.ReduceOp.RedOpType = SUM) -> dist.Work:
-        """Replace ``tensor`` by its sum (or maximum) over the ranks."""
-        ...
-
-
-class GroupCommunicators:
-    """The communicator of each process group, made when it is first asked for."""
-
-    def __init__(self) -> None:
-        self._known: dict[Group, GroupCommunicator] = {}
-
-    def of(self, group: Group) -> "GroupCommunicator":
-        """The communicator of this group."""
-        if group not in self._known:
-            self._known[group] = GroupCommunicator(group)
-        return self._known[group]
-
-    def values(self) -> list["GroupCommunicator"]:
-        """All of them."""
-        return list(self._known.values())
-
-    def clear(self) -> None:
-        """Drop all references to groups."""
-        self._known = {}
-
-
 class StreamWork(dist.Work):
     """An operation that was issued on the current stream of a GPU: whatever follows on that stream runs after it."""
 
@@ -113,8 +44,12 @@ class StreamWork(dist.Work):
         return bool(self._end.query())
 
 
-class GroupCommunicator(ZeroBuffer):
-    """A ``Communicator`` on a process group of torch.distributed (Gloo or NCCL).
+class Communicator(ZeroBuffer):
+    """One rank's view of its process group (Gloo or NCCL). Operations are issued at once and return the work to yield.
+
+    ``phase`` says what a message is for: word counts and errors name it. Tensors are split along their first
+    dimension; without counts, into equal parts. Exchanges on one communicator run one after another, so they may
+    share its zero buffer.
 
     On a GPU operations run on the current stream, which is the lane's, and not on the group's own as asynchronous ones
     do: a stream that waits for another may hold up the computation behind it, where hardware queues are few (under MPS,
@@ -124,16 +59,7 @@ class GroupCommunicator(ZeroBuffer):
     def __init__(self, group: Group) -> None:
         super().__init__()
         self._group = group
-        self._rank = dist.get_rank(group)
-        self._size = dist.get_world_size(group)
-
-    @property
-    def rank(self) -> int:
-        return self._rank
-
-    @property
-    def size(self) -> int:
-        return self._size
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
 
     def all_to_all(
         self,
@@ -143,20 +69,24 @@ class GroupCommunicator(ZeroBuffer):
         output_counts: Sequence[int] | None = None,
         given_counts: Sequence[int] | None = None,
     ) -> dist.Work:
+        """Send part j of ``given`` to rank j; ``output`` receives the parts from all ranks, in rank order."""
         outputs, inputs = (None if counts is None else list(counts) for counts in (output_counts, given_counts))
         return self._issue(dist.all_to_all_single, phase, output, given, outputs, inputs)
 
     def all_gather(self, output: torch.Tensor, part: torch.Tensor, phase: str) -> dist.Work:
+        """Gather the parts of all ranks, all of one size, in rank order."""
         return self._issue(all_gather, phase, output, part)
 
     def all_gather_uneven(
         self, output: torch.Tensor, part: torch.Tensor, counts: Sequence[int], phase: str
     ) -> dist.Work:
+        """Gather the parts of all ranks in rank order, where the part of rank r has ``counts[r]`` rows."""
         # One all-to-all of copies: Gloo has no uneven all-gather, and padding would send more bytes.
-        copies = part.repeat(self._size, *[1] * (part.dim() - 1))
-        return self.all_to_all(output, copies, phase, counts, [len(part)] * self._size)
+        copies = part.repeat(self.size, *[1] * (part.dim() - 1))
+        return self.all_to_all(output, copies, phase, counts, [len(part)] * self.size)
 
     def all_reduce(self, tensor: torch.Tensor, phase: str, op: dist.ReduceOp.RedOpType = SUM) -> dist.Work:
+        """Replace ``tensor`` by its sum (or maximum) over the ranks."""
         return self._issue(dist.all_reduce, phase, tensor, op)
 
     def _issue(
@@ -166,3 +96,11 @@ class GroupCommunicator(ZeroBuffer):
             return issued(operation(tensor, *args, group=self._group, async_op=True), phase)
         operation(tensor, *args, group=self._group, async_op=False)
         return StreamWork(tensor.device)
+
+
+class Communicators(dict[Group, Communicator]):
+    """The communicator of each process group, made when it is first asked for."""
+
+    def __missing__(self, group: Group) -> Communicator:
+        self[group] = made = Communicator(group)
+        return made

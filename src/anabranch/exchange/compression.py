@@ -7,11 +7,10 @@ from typing import TypeGuard
 import torch
 
 from anabranch.exchange.collectives import Collectives
-from anabranch.exchange.communicator import GroupCommunicators
-from anabranch.exchange.contracts import Collective, Group
+from anabranch.exchange.communicator import Communicators
+from anabranch.exchange.contracts import DTYPES, Collective, Group
 from anabranch.exchange.dense import DenseExchanges, dense
-from anabranch.exchange.quantised.exchange import DTYPES, QuantisedExchanges, options_by_kind, sent_dense
-from anabranch.exchange.residuals.momentum import Momentum
+from anabranch.exchange.quantised.exchange import QuantisedExchanges, options_by_kind, sent_dense
 from anabranch.exchange.residuals.store import NO_PARAMETERS, Applied, Residuals
 from anabranch.exchange.sparse.oktopk import OkTopkExchanges
 from anabranch.exchange.sparse.oktopk import probe_of as sparse_probe_of
@@ -79,7 +78,7 @@ def probe_of(kind: str) -> Collective:
     """An exchange for timing, such as "int8" or "oktopk:0.01"; a wire may follow, as in "oktopk:0.01:bf16"."""
     plain, wire = split_wire(kind)
     if (density := density_of(plain)) is not None:
-        return sparse_probe_of(density, OkTopk(wire=wire), GroupCommunicators())
+        return sparse_probe_of(density, OkTopk(wire=wire), Communicators())
     return dense if kind == DENSE else QuantisedExchanges().probe(kind)
 
 
@@ -114,8 +113,7 @@ def collectives_for(
         applied,
         frozen,
         warmup_steps=options.warmup_steps if sparse else 0,
-        momentum=Momentum(options.momentum),
-        sample_period=options.region_period,
+        momentum=options.momentum,
         skipped=skipped,
         form=form,
     )

@@ -5,7 +5,10 @@ exchange makes sure that the work is done (Gloo), or ordered on the stream (NCCL
 no exchange ever waits inside a future's callback, where Gloo hangs.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
+from functools import cache
+from importlib.util import find_spec
 from typing import NamedTuple, Protocol
 
 import torch
@@ -16,6 +19,8 @@ from anabranch.values.plan import Bucket
 Group = dist.ProcessGroup
 Steps = Iterator[dist.Work]
 Collective = Callable[[torch.Tensor, Group, float], Steps]  # (buffer, group, divisor)
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # of gradients that may be compressed
 
 
 class Traffic(NamedTuple):
@@ -37,26 +42,23 @@ class Scaler(Protocol):
         ...
 
 
-class ExchangeFamily(Protocol):
+class ExchangeFamily(ABC):
     """Exchanges of one algorithm, such as all dense ones, or Ok-Topk at several densities.
 
     kinds   the kinds to measure and to plan with
     """
 
-    kinds: tuple[str, ...]
+    kinds: tuple[str, ...] = ()
 
+    @abstractmethod
     def handles(self, kind: str) -> bool:
         """Whether a kind of this name belongs to this family."""
-        ...
 
     def supports(self, kind: str, dtype: torch.dtype) -> bool:
         """Whether a bucket of this dtype may name this kind."""
-        ...
+        return self.handles(kind) and dtype in DTYPES
 
-    def on_side_stream(self, kind: str) -> bool:
-        """Whether this kind computes before it sends, so that on a GPU it should start on a stream of its own."""
-        ...
-
+    @abstractmethod
     def steps(self, bucket: Bucket, buffer: torch.Tensor, group: Group, divisor: float) -> Steps:
         """The exchange of one bucket in one step.
 
@@ -64,23 +66,18 @@ class ExchangeFamily(Protocol):
         all ranks; what a rank did not offer is in its residual. Called once per bucket and step, on every rank in the
         same order.
         """
-        ...
 
-    def sends_little(self, kind: str) -> bool:
-        """Whether this kind sends a fourth of the bytes, or less."""
-        ...
-
+    @abstractmethod
     def traffic(self, bucket: Bucket, numel: int, dtype: torch.dtype, ranks: int) -> Traffic | None:
         """Bytes of the last exchange of this bucket, computed without waiting for a device; None if unknown."""
-        ...
 
+    @abstractmethod
     def probe(self, kind: str) -> Collective:
         """An exchange of this kind for timing. It belongs to no bucket and does not touch the model's residuals."""
-        ...
 
     def close(self) -> None:
         """Drop all references to process groups; exchanges that follow look their groups up again."""
-        ...
+        return
 
 
 def all_gather(output: torch.Tensor, part: torch.Tensor, group: Group, async_op: bool = True) -> dist.Work | None:
@@ -106,3 +103,13 @@ def record_stream(*tensors: torch.Tensor) -> None:
     for tensor in tensors:
         if tensor.is_cuda:
             tensor.record_stream(torch.cuda.current_stream(tensor.device))
+
+
+def runs_triton(tensor: torch.Tensor) -> bool:
+    """Whether Triton kernels can work on this tensor: on a GPU, where Triton is installed."""
+    return tensor.is_cuda and _has_triton()
+
+
+@cache
+def _has_triton() -> bool:
+    return find_spec("triton") is not None

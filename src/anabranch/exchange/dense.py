@@ -5,7 +5,7 @@ from math import inf
 import torch
 import torch.distributed as dist
 
-from anabranch.exchange.contracts import Collective, Group, Steps, Traffic, issued
+from anabranch.exchange.contracts import Collective, ExchangeFamily, Group, Steps, Traffic, issued
 from anabranch.values.kinds.names import DENSE
 from anabranch.values.plan import Bucket
 
@@ -27,22 +27,14 @@ def dense_traffic(numel: int, dtype: torch.dtype, ranks: int) -> Traffic:
     return Traffic(nbytes, nbytes, 1.0)
 
 
-class DenseExchanges:
-    """The family of the dense exchange, which takes any dtype. Plans may always use it."""
-
-    kinds: tuple[str, ...] = ()  # in addition to "dense"
+class DenseExchanges(ExchangeFamily):
+    """The family of the dense exchange, which takes any dtype and keeps nothing. Plans may always use it."""
 
     def handles(self, kind: str) -> bool:
         return kind == DENSE
 
     def supports(self, kind: str, dtype: torch.dtype) -> bool:  # noqa: ARG002 - any dtype
         return kind == DENSE
-
-    def on_side_stream(self, kind: str) -> bool:  # noqa: ARG002 - it sends at once
-        return False
-
-    def sends_little(self, kind: str) -> bool:  # noqa: ARG002 - it sends everything
-        return False
 
     def steps(self, bucket: Bucket, buffer: torch.Tensor, group: Group, divisor: float) -> Steps:  # noqa: ARG002
         return dense(buffer, group, divisor)
@@ -52,9 +44,6 @@ class DenseExchanges:
 
     def probe(self, kind: str) -> Collective:  # noqa: ARG002
         return dense
-
-    def close(self) -> None:
-        """No-op: nothing is kept."""
 
 
 def all_finite(*tensors: torch.Tensor, below: float = inf) -> torch.Tensor:

@@ -73,13 +73,10 @@ class ExternalBuckets:
         self.begin_step(scaler)
         parts = self._parts(names, buffer.dtype)
         if len(parts) == 1:
-            return self.collectives.steps(parts[0], buffer, group, self._ranks)
+            return self._exchange(parts[0], buffer, group)
         pieces = dict(zip(names, buffer.split([self._numels[name] for name in names]), strict=True))
         gathered = [torch.cat([pieces[name] for name in part.names]) for part in parts]
-        exchanges = [
-            self.collectives.steps(part, tensor, group, self._ranks)
-            for part, tensor in zip(parts, gathered, strict=True)
-        ]
+        exchanges = [self._exchange(part, tensor, group) for part, tensor in zip(parts, gathered, strict=True)]
 
         def exchanged() -> Steps:
             record_stream(*gathered)
@@ -91,6 +88,9 @@ class ExternalBuckets:
                     pieces[name].copy_(average)
 
         return exchanged()
+
+    def _exchange(self, part: Bucket, buffer: torch.Tensor, group: Group) -> Steps:
+        return self.collectives.family(part.collective).steps(part, buffer, group, self._ranks)
 
     def sent_nbytes(self, names: Sequence[str], dtype: torch.dtype) -> int:
         """Bytes that this rank sent in the last exchange of this bucket, as far as they are known."""

@@ -9,7 +9,6 @@ import queue
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from time import monotonic, sleep
 from typing import Any, NamedTuple, Protocol
 
@@ -127,7 +126,7 @@ class HostLane:
 class StreamLane:
     """A side stream on which exchanges run, or that waits for them; the host never waits.
 
-    An exchange that computes runs on the side stream from its first step to its last (see ``GroupCommunicator``). One
+    An exchange that computes runs on the side stream from its first step to its last (see ``Communicator``). One
     that only sends is issued from the caller's stream and runs on the group's own, so that the communicator can start
     the next message at once; nothing is put on the side stream but the wait for its end, not even an event: with few
     hardware queues (under MPS, or CUDA_DEVICE_MAX_CONNECTIONS=1) work that waits there can delay the computation behind
@@ -258,20 +257,15 @@ class Lanes:
             destroy_clone(group)
 
     def _new_group(self, number: int) -> Group:
-        on_gpu = self._device.type == "cuda"
-        backend = dist.get_backend(self._group) if on_gpu else "gloo"
-        options = None
-        if on_gpu and self._max_ctas is not None:
-            options = _options(self._max_ctas, timeout_of(self._group))
+        backend = "gloo"
+        options: Any = None
+        if self._device.type == "cuda":
+            backend = dist.get_backend(self._group)
+            if self._max_ctas is not None:
+                options = dist.ProcessGroupNCCL.Options()
+                options.config.max_ctas = self._max_ctas
+                if (timeout := timeout_of(self._group)) is not None:
+                    options._timeout = timeout  # torch warns if it differs from the group's
         group = clone_group(self._group, backend, f"anabranch lane {number}", options, self._siblings)
         self._own_groups.append(group)
         return group
-
-
-def _options(max_ctas: int, timeout: timedelta | None) -> Any:
-    """Options of an NCCL communicator that runs on at most ``max_ctas`` multiprocessors."""
-    options = dist.ProcessGroupNCCL.Options()
-    options.config.max_ctas = max_ctas
-    if timeout is not None:
-        options._timeout = timeout  # torch warns if it differs from the group's
-    return options

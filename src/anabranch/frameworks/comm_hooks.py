@@ -22,6 +22,7 @@ from anabranch.exchange.contracts import Scaler
 from anabranch.exchange.external_buckets import ExternalBuckets, only_kind
 from anabranch.exchange.groups import USE_A_TORCH_GROUP, default_group, no_clone_reason
 from anabranch.exchange.lanes import Lanes, Message
+from anabranch.values.kinds.names import DENSE
 from anabranch.values.kinds.options import OkTopk, Quantised
 
 
@@ -93,8 +94,7 @@ class CommHookState:
         steps = exchanges.steps(names, buffer, lanes[0].group, self._scaler)
         if bucket.is_last():  # the first may be ready in the backward of a re-entrant checkpoint, inside backward
             exchanges.end_with_this_backward()
-        on_side_stream = exchanges.collectives.on_side_stream(kind)
-        return lanes[0].submit(Message(steps, buffer, label, on_side_stream=on_side_stream))
+        return lanes[0].submit(Message(steps, buffer, label, on_side_stream=kind != DENSE))
 
     def _start(self) -> tuple[ExternalBuckets, Lanes]:
         """The exchanges and their lane; made at the first use."""

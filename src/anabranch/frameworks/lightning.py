@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import nn
 
 from anabranch.exchange.agreement import from_all_ranks, wire_device
-from anabranch.exchange.residuals.optimizer_momentum import not_shareable
+from anabranch.exchange.residuals.momentum import not_shareable
 from anabranch.frameworks.checkpoint import packed, unpacked
 from anabranch.frameworks.wrappers import Wrapper, with_clipping
 from anabranch.lean.options import Lean, check_lean

@@ -89,7 +89,6 @@ class LiveBucket:
         target = torch.atleast_1d(shaped(self.views[name], parameter))
         finite = all_finite(gradient, below=SUMMABLE_BELOW)
         self.finite_flags.append(finite)
-        self.residual.record_norms(gradient)
         rows = max(1, CHUNK_NUMEL * len(gradient) // max(1, gradient.numel()))
         for added, part in zip(gradient.split(rows), target.split(rows), strict=True):
             torch.where(finite, added + part, part, out=part)

@@ -4,9 +4,7 @@ All ranks run the same schedule. Rank 0 times the first call of each size and te
 so that the whole stays within a budget. Every rank returns the network that rank 0 measured.
 """
 
-import platform
 from collections.abc import Callable, Mapping, Sequence
-from datetime import UTC, datetime
 from functools import partial
 from operator import itemgetter
 from time import perf_counter
@@ -20,7 +18,7 @@ from anabranch.exchange.contracts import Collective, Group, Steps, issued
 from anabranch.exchange.contracts import all_gather as issue_all_gather
 from anabranch.exchange.dense import dense
 from anabranch.observe.clock import Clock, clock_for
-from anabranch.observe.environment import network_note
+from anabranch.observe.environment import machine_facts, network_note
 from anabranch.values.checks import Scalar
 from anabranch.values.network import ALL_GATHER, REDUCE_SCATTER, Contention, Network
 
@@ -199,19 +197,12 @@ def measurement_facts(
     group: Group, device: torch.device, points: Sequence[tuple[int, float, float]], budget_s: float
 ) -> Mapping[str, Scalar]:
     """The meta of a measured network."""
-    facts: dict[str, Scalar] = {
-        "source": "measured",
-        "date": datetime.now(UTC).date().isoformat(),
-        "backend": dist.get_backend(group),
-        "torch": torch.__version__,
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else f"CPU {platform.machine()}",
-        "budget_s": budget_s,
-    }
-    if (note := network_note()) and "gloo" in dist.get_backend(group):
+    backend = dist.get_backend(group)
+    facts = {**machine_facts(device), "source": "measured", "backend": backend, "budget_s": budget_s}
+    if (note := network_note()) and "gloo" in backend:
         facts["emulated"] = note
-    relative = float(np.median([spread / seconds for _, seconds, spread in points if seconds]))
-    facts["median_relative_spread"] = relative
-    return facts
+    relative = [spread / seconds for _, seconds, spread in points if seconds]
+    return {**facts, "median_relative_spread": float(np.median(relative))}
 
 
 def noise_note(network: Network) -> str:

@@ -1,10 +1,8 @@
 """Records a Trace of a live model: when each gradient is ready. Does not wait for the device while the model runs."""
 
-import platform
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from datetime import UTC, datetime
 from types import TracebackType
 from typing import Self
 
@@ -13,7 +11,8 @@ import torch
 from torch import nn
 
 from anabranch.observe.clock import clock_for
-from anabranch.observe.step_timer import StepMarks, StepObserver, StepTimer, tensors_in
+from anabranch.observe.environment import machine_facts
+from anabranch.observe.step_timer import StepMarks, StepObserver, StepTimer
 from anabranch.values.checks import Scalar
 from anabranch.values.trace import TensorSpec, Trace
 
@@ -35,20 +34,10 @@ def record(
         step()
     parameters = dict(model.named_parameters())
     timer = StepTimer(clock_for(next(iter(parameters.values()), torch.empty(0)).device))
-    inputs: list[str] = []  # shape and dtype of the first input tensor, which show the batch size
-
-    def note_input(_module: nn.Module, args: object, kwargs: object) -> None:
-        if not inputs and (described := described_input([args, kwargs])):
-            inputs.append(described)
-
-    handle = model.register_forward_pre_hook(note_input, with_kwargs=True)
-    try:
-        with Recorder(timer, parameters) as recorder, timer.attached(model):
-            for _ in range(steps):
-                step()
-    finally:
-        handle.remove()
-    trace = recorder.trace({**({"input": inputs[0]} if inputs else {}), **(meta or {})})
+    with Recorder(timer, parameters) as recorder, timer.attached(model):
+        for _ in range(steps):
+            step()
+    trace = recorder.trace(meta)
     if note := order_note(trace):
         warnings.warn(note, stacklevel=2)
     return trace
@@ -56,21 +45,12 @@ def record(
 
 def order_note(trace: Trace) -> str:
     """A sentence if gradients came in another order from step to step; else empty."""
-    name = trace.meta.get("order_changed_at")
+    if (name := trace.meta.get("order_changed_at")) is None:
+        return ""
     return (
-        ""
-        if name is None
-        else (
-            f"gradients became ready in another order from step to step, first at {name}: "
-            "a plan made from this trace may wait for gradients that come late"
-        )
+        f"gradients became ready in another order from step to step, first at {name}: "
+        "a plan made from this trace may wait for gradients that come late"
     )
-
-
-def described_input(inputs: object) -> str | None:
-    """Shape and dtype of the first tensor among these inputs, such as "32x128 int64"; None if there is none."""
-    tensors = tensors_in(inputs)
-    return f"{'x'.join(map(str, tensors[0].shape))} {str(tensors[0].dtype).removeprefix('torch.')}" if tensors else None
 
 
 class Recorder(StepObserver):
@@ -126,19 +106,14 @@ class Recorder(StepObserver):
         # The order on the host breaks ties: a weight and its bias are often ready at the same time.
         names = [*steps[-1].ready, *(name for name in self._parameters if name not in steps[-1].ready)]
         columns = {name: index for index, name in enumerate(self._parameters)}
-        median = np.median(ready, axis=0)
-        spread = np.subtract(*np.percentile(ready, [75, 25], axis=0))
+        median = np.median(ready, axis=0).tolist()
+        spread = np.subtract(*np.percentile(ready, [75, 25], axis=0)).tolist()
         tensors = []
         for name in sorted(names, key=lambda name: median[columns[name]]):
             parameter, column = self._parameters[name], columns[name]
-            dtype = str(parameter.dtype).removeprefix("torch.")
-            tensors.append(
-                TensorSpec(
-                    name, parameter.numel(), parameter.element_size(), float(median[column]), dtype,
-                    float(spread[column]),
-                )
-            )  # fmt: skip
-        facts = {**_facts(self._device), **self._order_facts(steps), "steps": len(steps), **(meta or {})}
+            numel, itemsize, dtype = parameter.numel(), parameter.element_size(), str(parameter.dtype)[len("torch.") :]
+            tensors.append(TensorSpec(name, numel, itemsize, median[column], dtype, spread[column]))
+        facts = {**machine_facts(self._device), **_order_facts(steps), "steps": len(steps), **(meta or {})}
         facts["forward_spread_s"] = float(np.subtract(*np.percentile(forward, [75, 25])))
         return Trace(tuple(tensors), float(np.median(forward)), facts)
 
@@ -150,32 +125,13 @@ class Recorder(StepObserver):
         last_s = max(seconds.values())
         return [seconds.get(name, last_s) for name in self._parameters]
 
-    def _order_facts(self, steps: list[StepMarks]) -> dict[str, Scalar]:
-        """Facts for the trace: gradients that some steps produced in another order, or not at all."""
-        facts: dict[str, Scalar] = {}
-        first = list(steps[0].ready)
-        for step in steps[1:]:
-            order = list(step.ready)
-            if order != first:
-                name = next((a for a, b in zip(first, order, strict=False) if a != b), (first + order)[-1])
-                facts["order_changed_at"] = name
-                break
-        if unused := [name for name in self._parameters if any(name not in step.ready for step in steps)]:
-            facts["without_gradient"] = f"{unused[0]}" + (f" and {len(unused) - 1} more" if len(unused) > 1 else "")
-        return facts
 
-
-def _facts(device: torch.device) -> dict[str, Scalar]:
-    """Date, versions and hardware of a measurement."""
-    facts: dict[str, Scalar] = {
-        "date": datetime.now(UTC).date().isoformat(),
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "device": f"CPU {platform.machine()}, {torch.get_num_threads()} threads",
-    }
-    if device.type == "cuda":
-        facts["device"] = torch.cuda.get_device_name(device)
-        facts["cuda"] = torch.version.cuda
-        facts["matmul_tf32"] = torch.backends.cuda.matmul.allow_tf32
-        facts["cudnn_tf32"] = torch.backends.cudnn.allow_tf32
-    return facts
+def _order_facts(steps: list[StepMarks]) -> dict[str, Scalar]:
+    """A fact for the trace if some steps produced gradients in another order, or not all of them."""
+    first = list(steps[0].ready)
+    for step in steps[1:]:
+        order = list(step.ready)
+        if order != first:
+            name = next((a for a, b in zip(first, order, strict=False) if a != b), (first + order)[-1])
+            return {"order_changed_at": name}
+    return {}

@@ -16,6 +16,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -81,9 +82,8 @@ class ClockAlignment(NamedTuple):
 
     def to_rank_0_time(self, at_s: float) -> float:
         """Rank 0's time when this rank's clock says ``at_s``."""
-        span_s = self.after.at_s - self.before.at_s
-        share = min(1.0, max(0.0, (at_s - self.before.at_s) / span_s)) if span_s > 0 else 0.0
-        return at_s - self.before.ahead_s - share * (self.after.ahead_s - self.before.ahead_s)
+        known_at_s, ahead_s = [self.before.at_s, self.after.at_s], [self.before.ahead_s, self.after.ahead_s]
+        return at_s - float(np.interp(at_s, known_at_s, ahead_s))
 
 
 class HostAnchor(NamedTuple):

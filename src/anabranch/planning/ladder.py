@@ -39,9 +39,8 @@ from math import inf
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
-from anabranch.planning.merge import optimal
+from anabranch.planning.merge import CostLines, Floats, Ints, optimal
 from anabranch.planning.simulator import finish_s
 from anabranch.values.curve import Curve
 from anabranch.values.kinds.names import DENSE
@@ -58,9 +57,6 @@ FEW_STATES = 16  # for each gradient, in the quick search
 PRICES = 12, 24  # how many prices of a second are tried to find the range that matters, and within it
 ROUNDING = 1 + 1e-12
 HURRIES = 6  # attempts to make parts that were planned apart finish together in time
-
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
 
 
 def least_lossy(
@@ -216,7 +212,7 @@ class _Part:
 
     def _cost_table(self, curve: Curve, kind: str) -> Floats:
         nbytes = np.cumsum([0, *(sum(t.cost_nbytes(kind) for t in group) for group in self._groups)])
-        return _seconds(curve, np.maximum(nbytes[None, :] - nbytes[:, None], 0))
+        return CostLines(curve.segments()).cost(np.maximum(nbytes[None, :] - nbytes[:, None], 0))
 
     def _earliest_s(self) -> float:
         """The earliest instant at which everything can have travelled, by any kinds; with delays, an early one."""
@@ -373,16 +369,6 @@ def _most_promising(least: Floats, most: int, known: float) -> Ints:
     # The first, the earliest, always stays: what finishes in time may be left to it.
     others = kept[1:][np.argsort(least[kept[1:]], kind="stable")[: most - 1]]
     return np.sort(np.append(kept[0], others))
-
-
-def _seconds(curve: Curve, nbytes: Ints) -> Floats:
-    """What messages of these sizes cost."""
-    segments = curve.segments()
-    at = np.array([segment.nbytes for segment in segments])
-    line = np.searchsorted(at, nbytes, side="right") - 1
-    seconds = np.array([segment.seconds for segment in segments])
-    slope = np.array([segment.s_per_byte for segment in segments])
-    return np.asarray(seconds[line] + slope[line] * (nbytes - at[line]))
 
 
 def _grouped(tensors: Sequence[TensorSpec]) -> list[Sequence[TensorSpec]]:

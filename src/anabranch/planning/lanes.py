@@ -1,9 +1,9 @@
 """Planners for simultaneous messages: the published ASC-WFBP rule, and a search whose objective is the simulator."""
 
 from collections.abc import Iterator
-from itertools import product
+from itertools import accumulate, product
 from math import inf
-from typing import NamedTuple, Self
+from typing import NamedTuple
 
 from anabranch.planning.fixed import by_bytes
 from anabranch.planning.merge import mgwfbp, optimal, published, using
@@ -47,9 +47,9 @@ def lanes(trace: Trace, network: Network, lanes: int = 4, polish: int = 300, col
     search = LaneSearch(trace, network, collective)
     for layout in dict.fromkeys(map(search.layout, _candidates(trace, network, collective))):
         for count in range(1, lanes + 1):
-            search.offer(layout.dealt(count))
+            search.offer(dealt(layout, count))
     search.polish(polish, lanes)
-    return using(search.best.plan(trace), collective)
+    return using(plan_of(search.best, trace), collective)
 
 
 def _candidates(trace: Trace, network: Network, collective: str) -> Iterator[Plan]:
@@ -79,22 +79,21 @@ class Run(NamedTuple):
     lane: int
 
 
-class Layout(NamedTuple):
-    """A plan in numbers: its runs in launch order, which is the order in which they are complete."""
+Layout = tuple[Run, ...]  # a plan in numbers: its runs in launch order, which is the order in which they are complete
 
-    runs: tuple[Run, ...]
 
-    def dealt(self, lanes: int) -> Self:
-        """The same buckets on ``lanes`` lanes in turn."""
-        return type(self)(tuple(run._replace(lane=index % lanes) for index, run in enumerate(self.runs)))
+def dealt(layout: Layout, lanes: int) -> Layout:
+    """The same buckets on ``lanes`` lanes in turn."""
+    return tuple(run._replace(lane=index % lanes) for index, run in enumerate(layout))
 
-    def plan(self, trace: Trace) -> Plan:
-        """The layout in names, its lanes numbered without gaps in order of first use."""
-        parts = trace.by_kind()
-        lanes = {lane: i for i, lane in enumerate(dict.fromkeys(run.lane for run in self.runs))}
-        return Plan(tuple(
-            Bucket(tuple(t.name for t in parts[run.kind][run.low : run.high]), lanes[run.lane]) for run in self.runs
-        ))  # fmt: skip
+
+def plan_of(layout: Layout, trace: Trace) -> Plan:
+    """The layout in names, its lanes numbered without gaps in order of first use."""
+    parts = trace.by_kind()
+    lanes = {lane: i for i, lane in enumerate(dict.fromkeys(run.lane for run in layout))}
+    return Plan(tuple(
+        Bucket(tuple(t.name for t in parts[run.kind][run.low : run.high]), lanes[run.lane]) for run in layout
+    ))  # fmt: skip
 
 
 class LaneSearch:
@@ -114,20 +113,14 @@ class LaneSearch:
         self._place = [[place[t.name] for t in part] for part in parts]
         self._where = {t.name: (kind, i) for kind, part in enumerate(parts) for i, t in enumerate(part)}
         self._ready_s = [[t.ready_s for t in part] for part in parts]
-        self._total = [[0] for _ in parts]
-        for total, part in zip(self._total, parts, strict=True):
-            for tensor in part:
-                total.append(total[-1] + tensor.cost_nbytes(collective))
+        self._total = [list(accumulate((t.cost_nbytes(collective) for t in part), initial=0)) for part in parts]
         self._seen: set[Layout] = set()
         self._best: tuple[tuple[float, int, int], Layout] | None = None
 
     def layout(self, plan: Plan) -> Layout:
         """A plan, whose buckets are consecutive within each dtype, in numbers."""
-        runs = []
-        for bucket in plan.buckets:
-            kind, low = self._where[bucket.names[0]]
-            runs.append(Run(kind, low, low + len(bucket.names), bucket.lane))
-        return Layout(tuple(runs))
+        firsts = [(*self._where[bucket.names[0]], bucket) for bucket in plan.buckets]
+        return tuple(Run(kind, low, low + len(bucket.names), bucket.lane) for kind, low, bucket in firsts)
 
     @property
     def best(self) -> Layout:
@@ -146,8 +139,8 @@ class LaneSearch:
         # likeliest to be too late, so most layouts are rejected after a few messages. The margin is for rounding.
         too_late_s = inf if self._best is None else self._best[0][0] * (1 + 1e-12)
         start_s = self._curve.start_s
-        launched = len(layout.runs)
-        for kind, low, high, lane in reversed(layout.runs):
+        launched = len(layout)
+        for kind, low, high, lane in reversed(layout):
             launched -= 1
             cost_s = self._curve.seconds(self._total[kind][high] - self._total[kind][low])
             ready_s = self._ready_s[kind][high - 1] + launched * self._delay_s
@@ -157,7 +150,7 @@ class LaneSearch:
         queue.reverse()
         computed_s = self._backward_s + len(queue) * self._delay_s
         finish_s = max(computed_s, *(end_s for _, end_s in schedule(queue, self._contention)))
-        score = (finish_s, len({run.lane for run in layout.runs}), len(layout.runs))
+        score = (finish_s, len({run.lane for run in layout}), len(layout))
         if self._best is not None and score >= self._best[0]:
             return False
         self._best = (score, layout)
@@ -180,16 +173,15 @@ class LaneSearch:
 
     def _neighbours(self, layout: Layout, lanes: int) -> Iterator[Layout]:
         """Late buckets first, since what is sent last is what is exposed."""
-        runs = layout.runs
-        for index in reversed(range(len(runs))):
-            run = runs[index]
-            used = min(lanes, 1 + max(other.lane for other in runs) + 1)
+        used = min(lanes, 1 + max(run.lane for run in layout) + 1)
+        for index in reversed(range(len(layout))):
+            run = layout[index]
             for lane in range(used):
                 if lane != run.lane:
                     yield self._replaced(layout, {index: [run._replace(lane=lane)]})
-            following = next((k for k in range(index + 1, len(runs)) if runs[k].kind == run.kind), None)
+            following = next((k for k in range(index + 1, len(layout)) if layout[k].kind == run.kind), None)
             if following is not None:
-                after = runs[following]
+                after = layout[following]
                 for cut in self._shifts(run, after):
                     yield self._replaced(
                         layout, {index: [run._replace(high=cut)], following: [after._replace(low=cut)]}
@@ -203,8 +195,8 @@ class LaneSearch:
                     yield self._replaced(layout, {index: halves})
 
     def _replaced(self, layout: Layout, changes: dict[int, list[Run]]) -> Layout:
-        runs = [new for index, run in enumerate(layout.runs) for new in changes.get(index, [run])]
-        return Layout(tuple(sorted(runs, key=lambda run: self._place[run.kind][run.high - 1])))
+        runs = [new for index, run in enumerate(layout) for new in changes.get(index, [run])]
+        return tuple(sorted(runs, key=lambda run: self._place[run.kind][run.high - 1]))
 
     @staticmethod
     def _shifts(run: Run, after: Run) -> Iterator[int]:

@@ -351,14 +351,13 @@ class _Slots:
     def take(self, bucket: BucketSize) -> None:
         """The next bucket is complete: the oldest slot is freed, unless averages are held."""
         with_residual = bucket.compressed and self._mode.keeps_residual
-        if self._setting.clips and not with_residual:
-            self._held_nbytes += bucket.nbytes
-            return
-        unpacked = FLOAT_NBYTES * bucket.numel if with_residual and self._mode.residuals in STORED else 0
-        self._latest.append((bucket.nbytes, unpacked))
+        if with_residual or not self._setting.clips:
+            unpacked = FLOAT_NBYTES * bucket.numel if with_residual and self._mode.residuals in STORED else 0
+            self._latest.append((bucket.nbytes, unpacked))
         if self._setting.clips:  # a sparse average is held as its non-zero values
             pairs = int(self._setting.density * bucket.numel) * PAIR_NBYTES
-            self._held_nbytes += min(bucket.nbytes, pairs) if self._mode.exchange == OKTOPK else bucket.nbytes
+            sparse = with_residual and self._mode.exchange == OKTOPK
+            self._held_nbytes += min(bucket.nbytes, pairs) if sparse else bucket.nbytes
 
     def with_more(self, gradients: int, **more: int) -> dict[str, int]:
         """Bytes by kind: all slots, plus ``gradients`` and more."""

@@ -169,28 +169,35 @@ def best_cuts(
     return problem.delayed(delay_s) if delay_s else problem.fewest(problem.earliest())
 
 
-class _Problem:
-    """Ready times, prefix sums and cost curve as arrays, for both recurrences."""
+class CostLines:
+    """The lines of a cost curve T, as arrays."""
 
-    def __init__(
-        self, ready_s: Sequence[float], nbytes: Sequence[int], segments: Sequence[Segment], cap: int | None
-    ) -> None:
-        self.n = len(ready_s)
-        self.ready = np.array([0.0, *ready_s])
-        self.total = np.concatenate(([0], np.cumsum(np.array(nbytes, dtype=np.int64))))
+    def __init__(self, segments: Sequence[Segment]) -> None:
         self.at = np.array([segment.nbytes for segment in segments], dtype=np.int64)
         self.seconds = np.array([segment.seconds for segment in segments])
         self.slope = np.array([segment.s_per_byte for segment in segments])
-        # The first cut that a bucket ending at i may have under the cap; a tensor may always travel by itself.
-        self.least = np.zeros(self.n + 1, dtype=np.int64)
-        if cap is not None:
-            within = np.searchsorted(self.total, self.total - cap, side="left")
-            self.least = np.minimum(within, np.maximum(np.arange(self.n + 1) - 1, 0))
 
     def cost(self, nbytes: Ints) -> Floats:
         """T of each message."""
         k = np.searchsorted(self.at, nbytes, side="right") - 1
         return np.asarray(self.seconds[k] + self.slope[k] * (nbytes - self.at[k]))
+
+
+class _Problem(CostLines):
+    """Ready times, prefix sums and cost curve as arrays, for both recurrences."""
+
+    def __init__(
+        self, ready_s: Sequence[float], nbytes: Sequence[int], segments: Sequence[Segment], cap: int | None
+    ) -> None:
+        super().__init__(segments)
+        self.n = len(ready_s)
+        self.ready = np.array([0.0, *ready_s])
+        self.total = np.concatenate(([0], np.cumsum(np.array(nbytes, dtype=np.int64))))
+        # The first cut that a bucket ending at i may have under the cap; a tensor may always travel by itself.
+        self.least = np.zeros(self.n + 1, dtype=np.int64)
+        if cap is not None:
+            within = np.searchsorted(self.total, self.total - cap, side="left")
+            self.least = np.minimum(within, np.maximum(np.arange(self.n + 1) - 1, 0))
 
     def earliest(self) -> float:
         """f[n], by the recurrence with monotone queues, in plain numbers: faster than arrays at this grain."""

@@ -33,10 +33,7 @@ Parts = Sequence[Sequence[str]]  # names of gradients that leave together, in or
 class Graphs(Protocol):
     """The graphs that torch.compile has made of a model. What it has by default fits a model that has none."""
 
-    @property
-    def parts(self) -> Parts | None:
-        """What graphs are cut for; None: as finely as at first."""
-        return None
+    parts: Parts | None = None  # what graphs are cut for; None: as finely as at first
 
     @property
     def can_change(self) -> bool:
@@ -57,10 +54,6 @@ class Graphs(Protocol):
 
     def settle(self) -> None:
         """Keep the cuts in force for good."""
-        return
-
-    def step_ended(self) -> None:
-        """A step has ended: what it took, if something was compiled in it, counts as compiling."""
         return
 
     def note_late(self, what: str) -> None:  # noqa: ARG002

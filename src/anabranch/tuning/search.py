@@ -127,7 +127,6 @@ class Search:
     def profiled(self, label: str, plan: Plan | None) -> Schedule[Trial]:
         """The same, and record the trace."""
         self.failure = ""
-        self.collectives.errors.postpone()
         with Recorder(self.runner.timer, self.runner.parameters) as recorder:
             trial = yield from self.begin_with(label, plan, self.options.profile_steps)
         self.budget.step_s = self.budget.step_s or trial.step_s
@@ -166,7 +165,7 @@ class Search:
         kinds = [DENSE, *self.options.kinds]
         if self.collectives.residuals.warmup_steps > self._steps_done:
             kinds += self._kinds_for_warm_up()
-        probes = {kind: self.collectives.probe(kind) for kind in dict.fromkeys(kinds)}
+        probes = {kind: self.collectives.family(kind).probe(kind) for kind in dict.fromkeys(kinds)}
         lanes = self.runner.lanes
         lanes.grow(min(self.options.lanes or 2, lanes.max_lanes))
         network = self.network.measure(self.runner.device, probes, self._known_trace.nbytes, self.budget.left_s)

@@ -20,7 +20,7 @@ from anabranch.exchange.collectives import Collectives
 from anabranch.exchange.contracts import Group
 from anabranch.exchange.model_parameters import model_parts
 from anabranch.observe.environment import lab_note, network_note
-from anabranch.observe.recorder import described_input
+from anabranch.observe.step_timer import tensors_in
 from anabranch.tuning.candidates import warm_up_kinds
 from anabranch.tuning.options import TuningOptions
 from anabranch.tuning.plan_cache import CachedChoice, CacheKey, Entry, log, plan_cache
@@ -66,8 +66,9 @@ class TrainingCache:
 
     def note_input(self, *inputs: object) -> None:
         """Call this with the inputs of each differentiated forward: the first ones show the batch size."""
-        if self._input is None:
-            self._input = described_input(inputs)
+        if self._input is None and (tensors := tensors_in(inputs)):  # such as "32x128 int64"
+            shape, dtype = "x".join(map(str, tensors[0].shape)), str(tensors[0].dtype).removeprefix("torch.")
+            self._input = f"{shape} {dtype}"
 
     def read(self, control: Group, max_lanes: int) -> CachedChoice | None:
         """Rank 0's cached choice, on every rank, or None on all of them. Collective on ``control``, after a forward.

@@ -165,7 +165,6 @@ class Tuner:
             plan=runner.plan,
             network_note=network_note() if runner.device.type == "cpu" else None,  # only Gloo is emulated
             exchange_lines=self.collectives.residuals.summary(),
-            errors=self.collectives.errors.relative_errors(),
             cost=search.budget.summary() if search.trials else "",
             graph_lines=[*self._graphs.lines(), *search.cut_lines],
         )
@@ -176,7 +175,6 @@ class Tuner:
     def _step_ended(self) -> None:
         search = self.search
         began_s, stage = perf_counter(), self.stage
-        self._graphs.step_ended()
         self.runner.check_loaded()
         self.collectives.residuals.on_step_end()
         if self.runner.stale:

@@ -2,12 +2,12 @@
 
 import json
 import os
-import tempfile
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import fields, is_dataclass
+from dataclasses import asdict
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+from uuid import uuid4
 
 from anabranch.values.errors import FileError
 from anabranch.values.network import Network
@@ -15,13 +15,11 @@ from anabranch.values.plan import Plan
 from anabranch.values.timeline import Timeline
 from anabranch.values.trace import Trace
 
-if TYPE_CHECKING:
-    from importlib.resources.abc import Traversable
-
 Noun = Trace | Network | Plan | Timeline
 
 VERSION = 1
 KINDS: Mapping[str, type[Noun]] = {"trace": Trace, "network": Network, "plan": Plan, "timeline": Timeline}
+TRACES = Path(__file__).parent / "traces"
 MAX_NBYTES = 256 << 20  # a trace of a million tensors has about 150 MB; more is a mistake or an attack
 
 
@@ -31,15 +29,9 @@ def load(path: str | os.PathLike[str]) -> Noun:
     return loads(read_bytes(path), str(path))
 
 
-def bundled_traces() -> "dict[str, Traversable]":
+def bundled_traces() -> dict[str, Path]:
     """The files of the traces that come with the package, by name, sorted."""
-    from importlib import resources  # some milliseconds of ``import anabranch`` that few programs need
-
-    folder = resources.files("anabranch.values") / "traces"
-    if not folder.is_dir():
-        return {}
-    found = {file.name.removesuffix(".json"): file for file in folder.iterdir() if file.name.endswith(".json")}
-    return dict(sorted(found.items()))
+    return {file.stem: file for file in sorted(TRACES.glob("*.json"))}
 
 
 def load_bundled_trace(name: str) -> Trace:
@@ -54,12 +46,7 @@ def load_bundled_trace(name: str) -> Trace:
 
 def loads(text: bytes, where: str) -> Noun:
     """The noun in a JSON text; ``where`` names its origin in errors."""
-    return noun_of(parse_json(text, where), where)
-
-
-def noun_of(document: Any, where: str) -> Noun:
-    """The noun in a parsed JSON document; ``where`` names its origin in errors."""
-    kind, content = opened(document, where, KINDS)
+    kind, content = opened(parse_json(text, where), where, KINDS)
     noun: Noun = validated(KINDS[kind], content, where)
     return noun
 
@@ -94,7 +81,7 @@ def document_of(noun: Noun) -> dict[str, Any]:
         # By name, since the module of these two imports this one.
         hint = "; save it with ab.sharded.save" if found in ("ShardedTrace", "ShardingPlan") else ""
         raise ValueError(f"cannot save a {found}: expected a {expected}{hint}")
-    content = _plain(noun)
+    content = asdict(noun)
     if isinstance(noun, Network) and not noun.delays:
         del content["delays"]  # a field that came later: without it, older programs can read the file
     return {"format": kind, "version": VERSION, **content}
@@ -125,18 +112,17 @@ def write_bytes(content: bytes, path: str | os.PathLike[str], force: bool = Fals
     if os.path.exists(path) and not os.path.isfile(path):  # noqa: PTH110, PTH113 (these answer for any name)
         kind = "a folder" if os.path.isdir(path) else "a device or pipe, which a file would take the place of"  # noqa: PTH112
         raise refused(str(path), f"is {kind}; choose the name of a file")
+    # Its name is short whatever the file's is: a longer one than the file's could be more than the folder takes.
+    temporary = path.parent / f".anabranch-{uuid4().hex}"
     try:
-        # Its name is short whatever the file's is: a longer one than the file's could be more than the folder takes.
-        handle, name = tempfile.mkstemp(dir=path.parent, prefix=".anabranch-")
+        file = temporary.open("xb")
     except OSError as error:
         raise refused(str(path), f"cannot write there ({error.strerror}); is the folder there and writable?") from error
-    temporary = Path(name)
     try:
-        with os.fdopen(handle, "wb") as file:
+        with file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
-        temporary.chmod(0o666 & ~_umask())
         if force:
             temporary.replace(path)
         else:
@@ -157,7 +143,7 @@ def read_bytes(path: Path) -> bytes:
         with path.open("rb") as file:
             text = file.read(MAX_NBYTES + 1)
     except (OSError, ValueError) as error:
-        raise refused(str(path), f"cannot be read ({_why(error)})") from error
+        raise refused(str(path), f"cannot be read ({getattr(error, 'strerror', None) or error})") from error
     if len(text) > MAX_NBYTES:
         raise refused(
             str(path), f"is larger than {MAX_NBYTES >> 20} MiB, which no file of ours is; is this the right file?"
@@ -169,9 +155,8 @@ def parse_json(text: bytes, where: str, nan_as_none: bool = False) -> Any:
     """The content of a JSON text; FileError for NaN, for a duplicate field, and for text that is not JSON."""
 
     def refuse(constant: str) -> None:
-        if nan_as_none:
-            return
-        raise ValueError(f"{constant} is not a JSON number")
+        if not nan_as_none:
+            raise ValueError(f"{constant} is not a JSON number")
 
     def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         fields: dict[str, Any] = {}
@@ -217,21 +202,6 @@ def _of_one_branch(errors: list[Any]) -> list[Any]:
     return min(branches.values(), key=len)
 
 
-def _plain(value: Any) -> Any:
-    """Frozen values as dicts, lists and scalars."""
-    if is_dataclass(value):
-        return {field.name: _plain(getattr(value, field.name)) for field in fields(value)}
-    if isinstance(value, Mapping):
-        return {key: _plain(item) for key, item in value.items()}
-    if isinstance(value, tuple):
-        return [_plain(item) for item in value]
-    return value
-
-
-def _why(error: OSError | ValueError) -> str:
-    return str(getattr(error, "strerror", None) or error)
-
-
 def refused(where: str, why: str) -> FileError:
     """An error about the content of a file, on one line, whatever the file put into it."""
     return FileError(f"{_harmless(where, 200)}: {_harmless(why, 260)}")
@@ -258,9 +228,3 @@ def _harmless(text: str, longest: int) -> str:
 def plain(text: str) -> str:
     """``text`` with every non-printable character escaped, so that it cannot control a terminal."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask

@@ -1,6 +1,6 @@
 """Textbook costs of an all-reduce over links with latency α, transfer time β and reduction time γ."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil, log2
 from typing import ClassVar, Literal, Self
 
@@ -74,11 +74,6 @@ class TwoLevel:
         nodes = ceil(world_size / self.ranks_per_node)
         if nodes == 1:
             return inside_start, inside_slope
-        share = AlphaBeta(
-            self.across.algorithm,
-            self.across.alpha_s,
-            self.across.beta_s_per_byte,
-            self.across.gamma_s_per_byte / self.ranks_per_node,
-        )
+        share = replace(self.across, gamma_s_per_byte=self.across.gamma_s_per_byte / self.ranks_per_node)
         across_start, across_slope = share.line(nodes)
         return inside_start + across_start, inside_slope + across_slope

@@ -8,9 +8,8 @@ import torch
 from benchmarks.virtual import VirtualWorld
 
 import anabranch as ab
-from anabranch.exchange import error_samples
-from anabranch.exchange.residuals.momentum import Momentum
-from anabranch.exchange.residuals.state import BucketState
+from anabranch.exchange.residuals.momentum import Velocity
+from anabranch.exchange.residuals.state import BucketStates
 from anabranch.exchange.sparse.oktopk import exchange
 from anabranch.values.kinds.options import OkTopk
 from exchange.sparse.worlds import gradients, states
@@ -22,7 +21,6 @@ RANKS, NUMEL, SHARE = 3, 600, 0.9
 def test_naive_twin() -> None:
     """Velocities, one rank after another, by hand; then their sum is what was applied plus the residuals."""
     world, held = VirtualWorld(RANKS), states(RANKS, NUMEL)
-    momenta = [Momentum(SHARE) for _ in range(RANKS)]
     velocities = [torch.zeros(NUMEL) for _ in range(RANKS)]
     options = OkTopk(warmup_steps=0, deterministic=True)
     sent, applied = torch.zeros(NUMEL, dtype=torch.float64), torch.zeros(NUMEL, dtype=torch.float64)
@@ -31,63 +29,52 @@ def test_naive_twin() -> None:
         velocities = [SHARE * v + (1 - SHARE) * g for v, g in zip(velocities, made, strict=True)]
         sent += sum(v.double() for v in velocities)
         world.run([
-            exchange(g, state, comm, 1.0, 0.05, options, momentum.velocity(state))
-            for momentum, g, state, comm in zip(momenta, made, held, world.comms, strict=True)
+            exchange(g, state, comm, 1.0, 0.05, options, Velocity(state.sent_velocity(), SHARE))
+            for g, state, comm in zip(made, held, world.comms, strict=True)
         ])  # fmt: skip
         applied += made[0].double()
         velocities = [torch.where(s.residual == 0, 0.0, v) for s, v in zip(held, velocities, strict=True)]
-        for momentum, velocity in zip(momenta, velocities, strict=True):
-            torch.testing.assert_close(momentum.state_dict()[""], velocity)
+        for state, velocity in zip(held, velocities, strict=True):
+            torch.testing.assert_close(state.velocity, velocity)
         assert any(bool((state.residual == 0).any()) for state in held)
     residual = sum(state.residual.double() for state in held)
     torch.testing.assert_close(applied + residual, sent, rtol=1e-4, atol=1e-5)
 
 
-def test_none_changes_nothing() -> None:
-    world, held = VirtualWorld(1), states(1, 50)
-    momentum = Momentum(0.0)
-    gradient = torch.randn(50)
-    velocity = momentum.velocity(held[0])
-    world.run([exchange(gradient, held[0], world.comms[0], 1.0, 0.5, OkTopk(), velocity)])
-    assert velocity is None and momentum.state_dict() == {}
-
-
 @pytest.mark.parametrize("bad", [float("nan"), 3e38])
 @pytest.mark.parametrize("wire", ["fp32", "bf16"])
 def test_what_cannot_be_sent_leaves_no_trace(wire: Any, bad: float) -> None:
-    world, held = VirtualWorld(2), states(2, NUMEL)
-    momenta = [Momentum(SHARE) for _ in range(2)]
+    world, held, options = VirtualWorld(2), states(2, NUMEL), OkTopk(warmup_steps=0, wire=wire)
     for step in range(3):
         made = gradients(2, NUMEL, step)
         if step == 1:
             made[1][7] = bad
         world.run([
-            exchange(g, state, comm, 2.0, 0.05, OkTopk(warmup_steps=0, wire=wire), momentum.velocity(state))
-            for momentum, g, state, comm in zip(momenta, made, held, world.comms, strict=True)
+            exchange(g, state, comm, 2.0, 0.05, options, Velocity(state.sent_velocity(), SHARE))
+            for g, state, comm in zip(made, held, world.comms, strict=True)
         ])  # fmt: skip
         assert bool(made[0].isnan().all()) == (step == 1)
-        assert all(bool(torch.isfinite(momentum.state_dict()[""]).all()) for momentum in momenta)
+        assert all(bool(state.sent_velocity().isfinite().all()) for state in held)
 
 
 def test_it_belongs_to_parameters() -> None:
     """Buckets part and join, checkpoints come and go: each parameter keeps its own."""
-    momentum, numels = Momentum(SHARE), {"a": 30, "b": 20, "c": 10}
+    kept, numels = BucketStates(0, 1), {"a": 30, "b": 20, "c": 10}
 
-    def bucket(*names: str) -> BucketState:
-        own = [numels[name] for name in names]
-        return BucketState.of(torch.zeros(sum(own)), 1, names, own)
+    def velocity(states: BucketStates, *names: str) -> torch.Tensor:
+        return states.bucket(names, [numels[name] for name in names]).sent_velocity()
 
     for names in (("a", "b"), ("c",)):
-        momentum._velocity(bucket(*names)).normal_()
-    before = {name: piece.clone() for name, piece in momentum.state_dict().items()}
-    joined = momentum._velocity(bucket("c", "a"))
-    assert torch.equal(joined, torch.cat([before["c"], before["a"]]))
-    other = Momentum(SHARE)
-    other.load_state_dict(momentum.state_dict())
-    assert other.state_dict().keys() == before.keys()
-    assert all(torch.equal(other.state_dict()[name], piece) for name, piece in before.items())
+        velocity(kept, *names).normal_()
+    before = {name: piece.clone() for name, piece in kept.all_velocities().items()}
+    assert torch.equal(velocity(kept, "c", "a"), torch.cat([before["c"], before["a"]]))
+    other = BucketStates(0, 1)
+    other.load_state_dict(kept.state_dict())
+    assert other.all_velocities().keys() == before.keys()
+    assert all(torch.equal(other.all_velocities()[name], piece) for name, piece in before.items())
+    other.rescale(1.0)
     other.rescale(2.0)
-    assert torch.equal(other._velocity(bucket("b")), 2 * before["b"])
+    assert torch.equal(velocity(other, "b"), 2 * before["b"])
 
 
 class Two(torch.nn.Module):
@@ -133,26 +120,3 @@ def resumed(rank: int) -> None:
 
 def test_resuming_is_exact() -> None:
     on_ranks(resumed, 2)
-
-
-def sampled_error(rank: int, density: float) -> float:
-    """The measured error of one bucket's averages; every step is sampled."""
-    error_samples.FIRST, error_samples.PERIOD = 1, 1
-    kind = f"oktopk:{density:g}"
-    plan = ab.Plan((ab.Bucket(("second.weight", "first.weight"), collective=kind),))
-    options = ab.OkTopk(density=density, warmup_steps=0, momentum=SHARE, deterministic=True)
-    model = Two()
-    parallel = ab.DataParallel(model, plan=plan, compress=options, profile_steps=0)
-    for step in range(6):
-        model.zero_grad()
-        parallel(torch.randn(4, 30, generator=torch.Generator().manual_seed(10 * step + rank))).backward()
-    (line,) = (line for line in parallel.explain().splitlines() if line.split()[2:3] == [kind])
-    parallel.close()
-    return float(line.split()[-2].rstrip("%")) / 100
-
-
-def test_its_error_is_that_of_velocities() -> None:
-    """What gradients differ from velocities is no error: where all of them are sent, there is none."""
-    assert max(on_ranks(sampled_error, 2, 1.0)) < 1e-4
-    some = on_ranks(sampled_error, 2, 0.1)
-    assert some[0] == some[1] and 0.3 < some[0] < 1.0

@@ -12,7 +12,7 @@ from torch import nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 import anabranch as ab
-from anabranch.exchange.residuals.optimizer_momentum import not_shareable, share_momentum
+from anabranch.exchange.residuals.momentum import not_shareable, share_momentum
 from ranks import on_ranks
 
 STEPS, FIRST = 9, 4  # from this step on, the first parameter's gradients are velocities

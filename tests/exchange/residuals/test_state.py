@@ -194,7 +194,7 @@ def test_the_format_of_saved_states_does_not_change() -> None:
     assert {name: piece.tolist() for name, piece in again.pop("residuals").items()} == {
         name: piece.tolist() for name, piece in saved.pop("residuals").items()
     }
-    assert again == saved
+    assert again == {**saved, "velocities": {}}
 
 
 def test_bad_states_are_refused() -> None:
@@ -203,10 +203,8 @@ def test_bad_states_are_refused() -> None:
         BucketStates(1, 2).load_state_dict(saved)
     with pytest.raises(ValueError, match="all ranks"):
         BucketStates(0, 3).load_state_dict(saved)
-    with pytest.raises(ValueError, match="version 9"):
-        BucketStates(0, 2).load_state_dict({**saved, "version": 9})
-    with pytest.raises(ValueError, match="worlds of"):
-        BucketStates(0, 2).load_state_dict(saved, {**saved, "world_size": 3})
+    with pytest.raises(ValueError, match=r"rank 0's says step 17 of 2 ranks.* rank 1's says step 17 of 3 ranks"):
+        BucketStates(0, 2).load_state_dict(saved, {**saved, "rank": 1, "world_size": 3})
     with pytest.raises(ValueError, match=r"ranks \[0, 0\]: give that of each rank once"):
         BucketStates(0, 2).load_state_dict(saved, saved)
     with pytest.raises(ValueError, match=r"different checkpoints: .* rank 1's says no more buckets"):

@@ -18,9 +18,7 @@ from anabranch.values.kinds.names import Wire
 from exchange.sparse.triton_device import DEVICE, triton_exchange, use_small_blocks
 from exchange.sparse.worlds import gradients
 
-SUMMABLE_BITS = sys.modules[
-    "anabranch.exchange.sparse.kernels.message"
-].SUMMABLE_BELOW  # imported where triton is installed
+SUMMABLE_BITS = sys.modules["anabranch.exchange.sparse.kernels"].SUMMABLE_BELOW  # imported where triton is installed
 
 
 @pytest.fixture(autouse=True)
@@ -59,7 +57,7 @@ def pairs_of(message: torch.Tensor) -> set[tuple[int, int]]:
 
 def twin_of(
     gradient: torch.Tensor, residual: torch.Tensor, threshold: float, bounds: list[int], sizes: Sizes
-) -> select.Offer:
+) -> select.Selected:
     return select.offer(
         gradient.cpu().clone(), residual.cpu().clone(), torch.tensor(threshold), torch.tensor(bounds),
         sizes.capacity,
@@ -88,7 +86,7 @@ def test_offer_packs_what_the_twin_packs(case: str, precision: Any) -> None:
     work.offer()
     heads, packed = unframe_messages(work.sent.cpu(), sizes.encoding)
     twin = twin_of(gradient, held, 1.5, bounds, sizes)
-    assert heads[:, 0].tolist() == twin.counts.tolist()
+    assert heads[:, 0].tolist() == twin.passed.tolist()
     messages = frame_messages(heads, twin.packed, sizes.encoding)
     table_end = HEAD_NBYTES + sizes.encoding.table_nbytes
     assert torch.equal(work.sent[:, :table_end].cpu(), messages[:, :table_end])
@@ -117,7 +115,7 @@ def test_offer_beyond_the_capacity_counts_all_and_stores_some() -> None:
     work.offer()
     heads, packed = unframe_messages(work.sent.cpu(), sizes.encoding)
     everything = twin_of(gradient, held, 1.0, bounds, sizes._replace(capacity=1500))
-    assert heads[:, 0].tolist() == everything.counts.tolist()
+    assert heads[:, 0].tolist() == everything.passed.tolist()
     for mine, theirs in zip(packed, everything.packed, strict=True):
         assert len(pairs_of(mine)) == 10
         assert pairs_of(mine) < pairs_of(theirs)
@@ -241,7 +239,7 @@ def test_pairs_beyond_two_to_the_31_are_applied_and_cleared(monkeypatch: pytest.
     end = numel - 1 - bounds[-2]
     work.sent.copy_(messages([[]] * (ranks - 1) + [[(6.0, end), (2.0, end - 1)]], sizes))
     residual.last.copy_(torch.tensor([2.0, 6.0]))
-    monkeypatch.setattr("anabranch.exchange.sparse.kernels.step.accumulate", Nothing())
+    monkeypatch.setattr("anabranch.exchange.sparse.kernels.accumulate", Nothing())
     work.finish(messages([[]] * (ranks - 1) + [[(12.0, end)]], sizes), 4.0)
     assert gradient.last.tolist() == [0.0, 3.0]
     assert residual.last.tolist() == [2.0, 0.0]

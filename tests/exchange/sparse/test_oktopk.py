@@ -10,11 +10,11 @@ import torch
 import torch.distributed as dist
 from benchmarks.virtual import VirtualWorld
 
-from anabranch.exchange.communicator import GroupCommunicator
+from anabranch.exchange.communicator import Communicator
 from anabranch.exchange.sparse import oktopk
 from anabranch.exchange.sparse.exact import exact_exchange
 from anabranch.exchange.sparse.fixed_size import fixed_exchange
-from anabranch.exchange.sparse.oktopk import exchange, fixed_size_version, version_for
+from anabranch.exchange.sparse.oktopk import exchange, version_for
 from anabranch.values.kinds.options import OkTopk
 from exchange.sparse.worlds import EXCHANGES, OK_TOPK, check_narrow_steps, check_overflow, gradients, states
 from ranks import on_ranks
@@ -45,32 +45,24 @@ def test_versions_do_not_import_each_other_and_only_the_dispatcher_imports_them(
 
 
 def test_only_the_gpu_version_needs_triton_and_is_imported_lazily() -> None:
-    kernels = {path.name for path in (SPARSE / "kernels").glob("*.py")}
     users = {path.name for path in SPARSE.rglob("*.py") if "triton" in imported(path)}
-    assert users == {"triton_exchange.py", *kernels} - {"__init__.py"}
-    assert not any("triton" in name for name in imported(SPARSE / "oktopk.py", lazily=False))
+    assert users == {"triton_exchange.py", "kernels.py", "packing.py"}
+    eagerly = imported(SPARSE / "oktopk.py", lazily=False) | imported(SPARSE.parent / "contracts.py", lazily=False)
+    assert not any(name.startswith("triton") or "triton_exchange" in name for name in eagerly)
 
 
 def test_the_version_depends_on_device_and_options(monkeypatch: pytest.MonkeyPatch) -> None:
     host, gpu = torch.zeros(3), SimpleNamespace(is_cuda=True)
     device: Any = gpu
-
-    def kernels(*args: Any) -> Any:
-        raise AssertionError("only compared, never run")
-
-    for installed in (kernels, None):
-        monkeypatch.setattr("anabranch.exchange.sparse.oktopk._triton_exchange", lambda found=installed: found)
-        assert version_for(host, OkTopk()) is exact_exchange
-        assert fixed_size_version(host, OkTopk()) is fixed_exchange
-        assert version_for(device, OkTopk(exact=True)) is exact_exchange
-        assert version_for(device, OkTopk(deterministic=True)) is fixed_exchange
-        assert version_for(device, OkTopk()) is (installed or fixed_exchange)
+    monkeypatch.setattr("anabranch.exchange.contracts._has_triton", lambda: False)
+    assert version_for(host, OkTopk()) is version_for(device, OkTopk(exact=True)) is exact_exchange
+    assert version_for(device, OkTopk()) is version_for(device, OkTopk(deterministic=True)) is fixed_exchange
 
 
 def schedule(rank: int) -> dict[str, Any]:
     """A falling density, then NaN on one rank."""
     assert dist.group.WORLD is not None
-    comm, size = GroupCommunicator(dist.group.WORLD), dist.get_world_size()
+    comm, size = Communicator(dist.group.WORLD), dist.get_world_size()
     state, shares, conserved = states(size, NUMEL)[rank], [], []
     for number in range(7):
         gradient = gradients(size, NUMEL, number)[rank]

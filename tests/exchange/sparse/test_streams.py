@@ -5,8 +5,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from anabranch.exchange.residuals import momentum, state
-from anabranch.exchange.residuals.momentum import Momentum
+from anabranch.exchange.residuals import state
 from anabranch.exchange.residuals.state import BucketStates
 
 NUMEL = 1 << 16
@@ -30,8 +29,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> set[int]:
     def record(*tensors: torch.Tensor) -> None:
         found.update(tensor.data_ptr() for tensor in tensors)
 
-    for module in (state, momentum):
-        monkeypatch.setattr(module, "record_stream", record)
+    monkeypatch.setattr(state, "record_stream", record)
     return found
 
 
@@ -53,10 +51,9 @@ def test_whoever_drops_a_piece_records_its_stream(recorded: set[int]) -> None:
     bucket = loaded.bucket(["weight"], [NUMEL])
     loaded.end_flush(sent=())
     assert added.data_ptr() in recorded and bucket.residual.mean() == 3.0
-    velocities = Momentum(0.9)
-    velocities.load_state_dict({"weight": torch.ones(NUMEL)})
-    loaded_velocity = velocities.state_dict()["weight"]
-    assert velocities._velocity(bucket).mean() == 1.0 and loaded_velocity.data_ptr() in recorded
+    loaded.load_state_dict({**saved(CPU), "velocities": {"weight": torch.ones(NUMEL)}})
+    loaded_velocity = loaded.velocities["weight"]
+    assert loaded.bucket(["weight"], [NUMEL]).sent_velocity().mean() == 1.0 and loaded_velocity.data_ptr() in recorded
 
 
 def overwritten(build: Callable[[], torch.Tensor], device: torch.device) -> torch.Tensor:

@@ -128,8 +128,8 @@ def unmeasured() -> str:
     return str(caught.value)
 
 
-def searched(hold_after: int | None) -> int:
-    """How many steps a search took whose trials nothing ends but a hold; that it knows a network is required."""
+def searched(search_steps: int | None) -> int:
+    """How many steps a search took whose trials nothing ends but the limit; that it knows a network is required."""
     workload, taken = replay_workload("tiny", tiny()), [0]
 
     def build() -> tuple[nn.Module, Step]:
@@ -141,8 +141,10 @@ def searched(hold_after: int | None) -> int:
 
         return model, counted
 
-    bench_run.THOROUGH = replace(bench_run.THOROUGH, min_gain=-10.0, max_pairs=100, confidence=1e9)
-    settings = bench_run.Settings(profile_steps=2, search_steps=10_000, hold_after=hold_after)
+    bench_run.THOROUGH = replace(
+        bench_run.THOROUGH, min_gain=-10.0, max_pairs=100, confidence=1e9, first_search_steps=10_000
+    )
+    settings = bench_run.Settings(profile_steps=2, search_steps=search_steps)
     tuned = bench_run.tune(replace(workload, build=build), settings, AUTO, None, lambda text: None)
     tuned.parallel.close()
     return taken[0]
@@ -172,13 +174,13 @@ def test_all_contestants_average_the_same_gradients_and_leave_no_hooks(found: li
 
 
 def both_searched(rank: int) -> list[int]:
-    return [searched(hold_after=30), searched(hold_after=None)]
+    return [searched(25), searched(None)]
 
 
 @pytest.mark.campaign
 def test_a_search_can_be_ended_after_some_steps() -> None:
     for steps, unheld_steps in on_ranks(both_searched, 2, timeout_s=100):
-        assert 30 <= steps <= 40
+        assert 5 < steps <= 40, "it may also end earlier, by what it has cost"
         assert unheld_steps > 60
 
 
@@ -247,9 +249,3 @@ def test_sequences_have_no_channels() -> None:
     for make in (lambda: zoo_workload("gpt2:4", cpu, channels_last=True), lambda: model_and_loss("gpt2", cpu, 1, True)):
         with pytest.raises(ValueError, match="channels_last and gpt2: a sequence has no channels; give a model of im"):
             make()
-
-
-def test_no_search_may_end_before_the_network_is_measured() -> None:
-    assert bench_run.Settings(profile_steps=6, hold_after=30).hold_after == 30
-    with pytest.raises(ValueError, match="--hold-after is 30: expected more than 43, the steps before"):
-        bench_run.Settings(profile_steps=40, hold_after=30)

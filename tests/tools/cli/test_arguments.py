@@ -18,7 +18,7 @@ def bundle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder.mkdir(parents=True)
     (folder / "small.json").write_text(dumps(small_trace("bundled")))
     (folder / "README.md").write_text("not a trace")
-    monkeypatch.setattr("importlib.resources.files", lambda package: folder.parent)
+    monkeypatch.setattr("anabranch.values.files.TRACES", folder)
     monkeypatch.chdir(tmp_path)
     return folder
 
@@ -51,7 +51,7 @@ def test_no_odd_name_is_found(bundle: Path) -> None:
 
 
 def test_without_bundled_traces(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("importlib.resources.files", lambda package: tmp_path)
+    monkeypatch.setattr("anabranch.values.files.TRACES", tmp_path)
     with pytest.raises(FileError, match="anabranch brings none"):
         arguments.trace("nope")
 

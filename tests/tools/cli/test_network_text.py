@@ -9,13 +9,13 @@ from tools.cli.nouns import error_of
 MEANING = {
     "ring:ranks=16,alpha=50us,rate=10gbit": Network.ring(16, 50e-6, 8e-10),
     "tree:ranks=8,alpha=1ms,rate=100mbit/s": Network.tree(8, 1e-3, 8e-8),
-    "halving_doubling:ranks=4,alpha=2s,beta=8e-10": Network.halving_doubling(4, 2.0, 8e-10),
-    "ring: ranks=16, alpha=0, rate=8bit, gamma=2.5e-12, eta=0.5, link_cap=2": Network.ring(
-        16, 0.0, 1.0, 2.5e-12, eta=0.5, link_cap=2.0
+    "halving_doubling:ranks=4,alpha=2s,rate=10gbit": Network.halving_doubling(4, 2.0, 8e-10),
+    "ring: ranks=16, alpha=0, rate=8bit, eta=0.5, link_cap=2": Network.ring(
+        16, 0.0, 1.0, eta=0.5, link_cap=2.0
     ),
     "linear:ranks=16,start=0.9ms,s_per_byte=7.4e-10": Network.linear(16, 0.9e-3, 7.4e-10),
-    "two_level:ranks=64,per_node=8,alpha=50us,rate=10Gbit,inside_alpha=500ns,inside_rate=8e6kbit,inside_gamma=1e-12":
-        Network.two_level(64, 8, AlphaBeta("ring", 5e-7, 1e-9, 1e-12), AlphaBeta("ring", 50e-6, 8e-10)),
+    "two_level:ranks=64,per_node=8,alpha=50us,rate=10Gbit,inside_alpha=500ns,inside_rate=8e6kbit":
+        Network.two_level(64, 8, AlphaBeta("ring", 5e-7, 1e-9, 0.0), AlphaBeta("ring", 50e-6, 8e-10)),
 }  # fmt: skip
 
 
@@ -37,8 +37,8 @@ def test_every_example_is_right() -> None:
 WRONG = {
     "ring:": ("part ''", "name=value"),
     "ring:ranks": ("part 'ranks'", "name=value"),
-    "ring:ranks=16,alpha=50us": ("rate is missing", "or beta"),
-    "ring:ranks=16,alpha=50us,rate=1gbit,beta=1": ("both given", "one of them"),
+    "ring:ranks=16,alpha=50us": ("rate is missing", "a rate in bit"),
+    "ring:ranks=16,alpha=50us,rate=1gbit,beta=1": ("unknown part 'beta'", "only ranks, alpha, rate"),
     "ring:ranks=16,alpha=50,rate=10gbit": ("alpha is '50'", "s, ms, us or ns"),
     "ring:ranks=16,alpha=50xs,rate=10gbit": ("alpha is '50xs'", "s, ms, us or ns"),
     "ring:ranks=16,alpha=-1s,rate=10gbit": ("alpha is '-1s'", "s, ms, us or ns"),

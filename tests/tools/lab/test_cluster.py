@@ -26,7 +26,6 @@ def test_in_words(cluster: Cluster, words: str) -> None:
     [
         ({"rates_bit_s": []}, "0 hosts: expected 1 to 250"),
         ({"rates_bit_s": [1e9] * 251}, "251 hosts"),
-        ({"rates_bit_s": [1e9], "ranks_per_host": 0}, "0 ranks per host"),
         ({"rates_bit_s": [1e11]}, "100 Gbit/s: expected 1 Mbit/s to 34 Gbit/s"),
         ({"rates_bit_s": [1e9, 1e3]}, "0.001 Mbit/s: expected 1 Mbit/s"),
         ({"rates_bit_s": [1e9], "alpha_s": 0.0, "backend": "nccl"}, "gloo only"),

@@ -4,10 +4,9 @@ It imports the compiler, so it is imported in a model's first forward, not with 
 """
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
-from types import CodeType
 from typing import Any
 
 import torch
@@ -15,7 +14,6 @@ import torch._dynamo.backends.distributed as torch_cutter
 import torch._inductor.config as inductor_config
 import torch.fx.passes.split_module as splitting
 from torch import fx
-from torch._C._dynamo.eval_frame import reset_code
 from torch._dynamo.utils import _disable_saved_tensors_hooks_during_tracing
 from torch._guards import TracingContext, detect_fake_mode, tracing
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -82,12 +80,6 @@ def install() -> None:
             return compiled
 
     torch_cutter.DDPOptimizer = PlannedCuts  # type: ignore[misc]
-
-
-def forget_graphs(codes: Iterable[CodeType]) -> None:
-    """Have torch compile these functions again when they are called next."""
-    for code in codes:
-        reset_code(code)
 
 
 def compile_parts(

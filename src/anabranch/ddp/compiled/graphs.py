@@ -3,7 +3,6 @@
 import sys
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from time import perf_counter
 from types import CodeType
 from typing import Any
 
@@ -51,38 +50,38 @@ class CompiledGraphs:
     def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
         self._nbytes = {name: p.numel() * p.element_size() for name, p in parameters.items()}
         self._names = {id(p): name for name, p in parameters.items()}
-        self._parts: Parts | None = None
+        self.parts: Parts | None = None  # what graphs are cut for; None: as finely as at first
         self._settled = False
         self._notes: dict[str, None] = {}  # in the order in which they were found
         self._graphs: list[weakref.ref[CutGraph]] = []  # weak: torch drops graphs that it compiles again
         self._installed = False
         self._codes: set[CodeType] = set()  # the code of forward() of each part of the module
-        self.round = 0  # counts the changes of ``_parts``
-        self.compiled_s: list[float] = []  # seconds of compiling, by round
-        self._forward_done_s: float | None = None  # when a forward was compiled whose step has not ended
+        self.round = 0  # counts the changes of ``parts``
 
     @property
     def cuts_graphs(self) -> bool:
         """Whether there is a plan to cut for, or may be one."""
-        return bool(self._names) and not (self._settled and self._parts is None)
+        return bool(self._names) and not (self._settled and self.parts is None)
 
     def install(self, module: nn.Module) -> None:
         """Have torch ask this object where to cut the graphs of this module, should it compile them.
 
         Call it in each forward: torch imports its compiler in the first one.
         """
-        self._forward_done_s = None  # a step whose end was not seen, such as one of several that are accumulated
         if self._installed:
             return
         self._installed = True
         self._codes = _forward_codes(module)
         try:
-            from anabranch.ddp.compiled.graph_cutter import forget_graphs, install
+            from torch._C._dynamo.eval_frame import reset_code
+
+            from anabranch.ddp.compiled.graph_cutter import install
 
             install()
             # Torch keeps graphs by the code of forward(): it would use those it made before the module was wrapped,
             # which are not cut. Models that were wrapped before, of the same classes, keep theirs.
-            forget_graphs(self._codes.difference(*(other._codes for other in _WRAPPED if other._alive)))
+            for code in self._codes.difference(*(other._codes for other in _WRAPPED if other._alive)):
+                reset_code(code)
         except (ImportError, RuntimeError) as error:
             self.note(f"torch cuts graphs by bytes, and not where buckets end, since {error}")
         _WRAPPED.add(self)
@@ -110,7 +109,7 @@ class CompiledGraphs:
         if is_dynamic:
             self.note(DYNAMIC_SHAPES)
             self._settle_like(shape)  # torch has compiled them again, for all shapes
-            if self._parts is None:
+            if self.parts is None:
                 return None  # fine cuts would stay for good, whatever they cost
         sample = names.index(next(iter(shape.first_use)))
         made = CutGraph(self, graph, shape, fine, sample, inputs, compile_parts)
@@ -121,7 +120,7 @@ class CompiledGraphs:
 
     def cuts(self, shape: GraphShape, fine: Cuts) -> Cuts:
         """Where a graph is to be cut now; ``fine``: where it may be."""
-        return fine if self._parts is None else cuts_for(self._parts, shape, fine)
+        return fine if self.parts is None else cuts_for(self.parts, shape, fine)
 
     def _settle_like(self, shape: GraphShape) -> None:
         """Keep the cuts of graphs with the same parameters."""
@@ -133,18 +132,7 @@ class CompiledGraphs:
         """Remember an obstacle to cutting by the plan, for explain()."""
         self._notes[obstacle] = None
 
-    def note_compiled(self, seconds: float) -> None:
-        """Add to the time that compiling has taken in this round."""
-        self.compiled_s += [0.0] * (self.round + 1 - len(self.compiled_s))
-        self.compiled_s[self.round] += seconds
-        self._forward_done_s = perf_counter()
-
     # Called by the tuner.
-
-    @property
-    def parts(self) -> Parts | None:
-        """What graphs are cut for; None: as finely as at first."""
-        return self._parts
 
     @property
     def can_change(self) -> bool:
@@ -157,19 +145,13 @@ class CompiledGraphs:
             len(graph.fine if parts is None else cuts_for(parts, graph.shape, graph.fine)) for graph in self._alive
         )
 
-    def step_ended(self) -> None:
-        """A step has ended: torch compiles backward when it first runs, so the rest of the step counts, too."""
-        if self._forward_done_s is not None:
-            self.compiled_s[-1] += perf_counter() - self._forward_done_s
-            self._forward_done_s = None
-
     def would_change(self, parts: Parts) -> bool:
         """Whether ``cut_for`` would have a graph compiled again."""
         return any(graph.can_change and graph.cuts != cuts_for(parts, graph.shape, graph.fine) for graph in self._alive)
 
     def cut_for(self, parts: Parts | None) -> None:
         """Let these gradients leave together, part by part, from the next forward on; None: as finely as at first."""
-        self._parts = parts
+        self.parts = parts
         self.round += 1
 
     def settle(self) -> None:
@@ -185,18 +167,14 @@ class CompiledGraphs:
             self.note(_uncut_reason() or what)
 
     def lines(self) -> list[str]:
-        """For explain(): how graphs are cut, what compiling took, and obstacles to cutting by the plan."""
+        """For explain(): how graphs are cut, and obstacles to cutting by the plan."""
         lines = []
         if graphs := self._alive:
             parts = sum(len(graph.cuts) + 1 for graph in graphs)
-            *seconds, last = [f"{took_s:.1f} s" for took_s in self.compiled_s if took_s]
-            took = f"{', '.join(seconds)} and {last}" if seconds else last
             finely = "finely" if self._settled else "finely, to see when gradients could leave"
-            where = finely if self._parts is None else "where buckets end"
-            lines.append(
-                f"Compiled: {len(graphs)} graph{'s' * (len(graphs) > 1)} in {parts} part{'s' * (parts > 1)}, cut "
-                f"{where}. Compiling took {took}, with the step in which it happened."
-            )
+            where = finely if self.parts is None else "where buckets end"
+            several = "s" * (len(graphs) > 1), "s" * (parts > 1)
+            lines.append(f"Compiled: {len(graphs)} graph{several[0]} in {parts} part{several[1]}, cut {where}.")
         elif (reason := _uncut_reason()) and _has_compiled():
             self.note(reason)
         return [*lines, *(f"Compiled: {note}." for note in self._notes)]
@@ -268,7 +246,7 @@ class CutGraph:
         self._sample = sample  # the place among the inputs of one parameter
         self._sample_id = id(inputs[sample])
         self._round = owner.round
-        self._run = self._timed(inputs, again=False)
+        self._run = compile_parts(graph, self.cuts, inputs, False)
         self._compiled = {self.cuts: self._run}
 
     @property
@@ -294,12 +272,6 @@ class CutGraph:
         self._round = self._owner.round
         self.cuts = self._owner.cuts(self.shape, self.fine)
         if self.cuts not in self._compiled:
-            self._compiled[self.cuts] = self._timed(inputs, again=True)
+            assert self._graph is not None
+            self._compiled[self.cuts] = self._compile_parts(self._graph, self.cuts, inputs, True)
         self._run = self._compiled[self.cuts]
-
-    def _timed(self, inputs: Sequence[Any], again: bool) -> Compiled:
-        assert self._graph is not None
-        began_s = perf_counter()
-        compiled = self._compile_parts(self._graph, self.cuts, inputs, again)
-        self._owner.note_compiled(perf_counter() - began_s)
-        return compiled

@@ -14,8 +14,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from anabranch.exchange.communicator import Communicator, GroupCommunicators
-from anabranch.exchange.contracts import Collective, Group, Steps, Traffic, record_stream
+from anabranch.exchange.communicator import Communicator, Communicators
+from anabranch.exchange.contracts import Collective, ExchangeFamily, Group, Steps, Traffic, record_stream
 from anabranch.exchange.dense import dense, dense_traffic
 from anabranch.exchange.quantised.steps import steps_for
 from anabranch.exchange.quantised.torch_steps import Kept
@@ -24,8 +24,6 @@ from anabranch.values.kinds.formats import FORMATS, BlockFormat
 from anabranch.values.kinds.names import BF16, COMPRESSED
 from anabranch.values.kinds.options import Quantised
 from anabranch.values.plan import Bucket
-
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def exchange(
@@ -59,7 +57,7 @@ def options_by_kind(given: Sequence[Quantised]) -> dict[str, Quantised]:
     return {**{kind: Quantised(kind) for kind in COMPRESSED}, **{one.kind: one for one in given}}
 
 
-class QuantisedExchanges:
+class QuantisedExchanges(ExchangeFamily):
     """The family of quantised exchanges.
 
     given         options of the kinds to plan with; a plan that the user gives may also name others
@@ -70,36 +68,30 @@ class QuantisedExchanges:
     """
 
     def __init__(
-        self,
-        given: Sequence[Quantised] = (),
-        residual_of: Callable[[Bucket, torch.Tensor], BucketState] | None = None,
+        self, given: Sequence[Quantised] = (), residual_of: Callable[[Bucket, torch.Tensor], BucketState] | None = None
     ) -> None:
         self.kinds = tuple(one.kind for one in given)
         self._options = options_by_kind(given)
         self._residual_of = residual_of
-        self._comms = GroupCommunicators()
+        self._comms = Communicators()
 
     def handles(self, kind: str) -> bool:
         return kind in self._options and (not self._options[kind].keeps_residual or self._residual_of is not None)
 
     def supports(self, kind: str, dtype: torch.dtype) -> bool:
-        return self.handles(kind) and (dtype in DTYPES or sent_dense(kind, dtype))
-
-    def on_side_stream(self, kind: str) -> bool:
-        return self.handles(kind)
-
-    def sends_little(self, kind: str) -> bool:
-        return kind != BF16 and self.handles(kind)
+        return super().supports(kind, dtype) or (self.handles(kind) and sent_dense(kind, dtype))
 
     def steps(self, bucket: Bucket, buffer: torch.Tensor, group: Group, divisor: float) -> Steps:
         kind = bucket.collective
         if sent_dense(kind, buffer.dtype):
             return dense(buffer, group, divisor)
-        comm = self._comms.of(group)
-        if not self._options[kind].keeps_residual:
-            return exchange(buffer, None, comm, divisor, FORMATS[kind])
-        assert self._residual_of is not None  # it is handled
-        return _with_residual(self._residual_of(bucket, buffer), buffer, comm, divisor, FORMATS[kind])
+        residual = None
+        if self._options[kind].keeps_residual:
+            assert self._residual_of is not None  # it is handled
+            state = self._residual_of(bucket, buffer)
+            state.step += 1
+            residual = state.residual
+        return exchange(buffer, residual, self._comms[group], divisor, FORMATS[kind])
 
     def traffic(self, bucket: Bucket, numel: int, dtype: torch.dtype, ranks: int) -> Traffic:
         if sent_dense(bucket.collective, dtype):
@@ -115,7 +107,7 @@ class QuantisedExchanges:
         def exchanged(buffer: torch.Tensor, group: Group, divisor: float) -> Steps:
             if options.keeps_residual and buffer.numel() not in residuals:
                 residuals[buffer.numel()] = torch.zeros_like(buffer, dtype=torch.float32)
-            return exchange(buffer, residuals.get(buffer.numel()), self._comms.of(group), divisor, FORMATS[kind])
+            return exchange(buffer, residuals.get(buffer.numel()), self._comms[group], divisor, FORMATS[kind])
 
         return exchanged
 
@@ -126,11 +118,3 @@ class QuantisedExchanges:
 def sent_dense(kind: str, dtype: torch.dtype) -> bool:
     """Whether a bucket of this kind is sent dense because of its dtype."""
     return kind == BF16 and dtype not in (torch.float32, torch.bfloat16)
-
-
-def _with_residual(
-    state: BucketState, buffer: torch.Tensor, comm: Communicator, divisor: float, form: BlockFormat
-) -> Steps:
-    state.record_norms(buffer)
-    state.step += 1
-    yield from exchange(buffer, state.residual, comm, divisor, form)

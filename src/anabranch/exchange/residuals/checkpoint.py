@@ -89,11 +89,12 @@ def _check_buckets(buckets: Any, numels: Mapping[str, int], world_size: int) -> 
 
 
 def _check_boundaries(field: str, found: Any, numel: int, world_size: int) -> None:
-    if not isinstance(found, list | tuple) or len(found) != world_size + 1 or any(type(b) is not int for b in found):
-        raise refused(field, found, f"a list of {world_size + 1} whole numbers, for {world_size} ranks")
     widest = widest_numel(numel, world_size)
-    if found[0] != 0 or found[-1] != numel or any(not 0 <= b - a <= widest for a, b in pairwise(found)):
-        raise refused(field, found, f"numbers from 0 to {numel} that do not fall, and rise by at most {widest} each")
+    is_list = isinstance(found, list | tuple) and len(found) == world_size + 1 and all(type(b) is int for b in found)
+    if not is_list or (found[0], found[-1]) != (0, numel) or any(not 0 <= b - a <= widest for a, b in pairwise(found)):
+        rise = f"from 0 to {numel} that do not fall, and rise by at most {widest} each"
+        expected = f"{world_size + 1} whole numbers, for {world_size} ranks, {rise}"
+        raise refused(field, found, expected)
 
 
 def _check_piece(field: str, piece: Any, numel: int) -> None:

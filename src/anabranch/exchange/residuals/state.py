@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from itertools import pairwise, zip_longest
+from itertools import zip_longest
 from struct import unpack
 from typing import Any
 
@@ -22,7 +22,6 @@ import torch
 from anabranch.exchange.contracts import record_stream
 from anabranch.exchange.quantised.steps import steps_for
 from anabranch.exchange.residuals.checkpoint import VERSION
-from anabranch.exchange.residuals.monitor import SAMPLE_PERIOD, ResidualMonitor
 from anabranch.exchange.sparse import regions
 from anabranch.exchange.sparse.thresholds import next_threshold_bias
 from anabranch.values.kinds.formats import BlockFormat
@@ -58,15 +57,9 @@ class PackedResidual:
     def write(self, values: torch.Tensor, step: int, names: Sequence[str]) -> None:
         """Store these values, rounded, after ``step`` steps of the bucket of these parameters."""
         if len(values):
-            seed = seed_of(self.rank, step, names)
+            text = f"{self.rank} {step} residual {' '.join(names)}"
+            seed: int = unpack("<2i", blake2b(text.encode(), digest_size=8).digest())[0]
             self.message.copy_(steps_for(values).quantise(values, None, 1, self.form, seed))
-
-
-def seed_of(rank: int, step: int, names: Sequence[str]) -> int:
-    """The seed, an int32, of the rounding of a rank's residual in this step, for the bucket of these parameters."""
-    text = f"{rank} {step} residual {' '.join(names)}"
-    seed: int = unpack("<2i", blake2b(text.encode(), digest_size=8).digest())[0]
-    return seed
 
 
 @dataclass
@@ -79,14 +72,14 @@ class BucketState:
     threshold_bias         float32 scalar: log of this owner's threshold over that of its own share
     step                   sparse steps so far
     fresh                  regions were never balanced; the same on every rank
-    residual_monitor       norms of the residual over time, where they are recorded
     held                   residuals of frozen parameters by name; they are 0 in ``residual``
+    velocity               float32: what is sent in place of gradients, where there is momentum (``momentum.py``)
     accumulates_in_place   gradients are added to the residual as they come. The gradient's memory is then zeros, and an
                            owner may add its sums there.
     packed                 the residual between exchanges, where it is stored rounded; else None
 
-    Of the last step, for reports: ``local_threshold`` and ``global_threshold``, and how many values passed, ``offered``
-    by this rank and ``applied`` by all owners together.
+    Of the last step: ``local_threshold``, and how many values passed, ``offered`` by this rank and ``applied`` by all
+    owners together.
     """
 
     names: tuple[str, ...]
@@ -96,18 +89,16 @@ class BucketState:
     threshold_bias: torch.Tensor
     step: int = 0
     fresh: bool = True
-    residual_monitor: ResidualMonitor | None = None
+    velocity: torch.Tensor | None = None
     accumulates_in_place: bool = False
     held: dict[str, torch.Tensor] = field(default_factory=dict)
     packed: PackedResidual | None = None
     local_threshold: torch.Tensor = field(init=False)
-    global_threshold: torch.Tensor = field(init=False)
     offered: torch.Tensor = field(init=False)
     applied: torch.Tensor = field(init=False)
 
     def __post_init__(self) -> None:
         self.local_threshold = torch.zeros((), dtype=torch.float32, device=self.residual.device)
-        self.global_threshold = self.local_threshold.clone()
         self.offered = torch.zeros((), dtype=torch.int32, device=self.residual.device)
         self.applied = self.offered.clone()
 
@@ -121,9 +112,15 @@ class BucketState:
         boundaries = regions.uniform(sum(numels), ranks, residual.device)
         return cls(tuple(names), numels, residual, boundaries, zero)
 
-    def pieces(self, residual: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
-        """The residual of each parameter, as views; of ``residual``, or of what is unpacked."""
-        whole = self.residual if residual is None else residual
+    def sent_velocity(self) -> torch.Tensor:
+        """``velocity``, which begins as zeros."""
+        if self.velocity is None:
+            self.velocity = torch.zeros_like(self.residual)
+        return self.velocity
+
+    def pieces(self, flat: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
+        """The part of each parameter in ``flat``, or in the unpacked residual, as views."""
+        whole = self.residual if flat is None else flat
         return dict(zip(self.names, whole.split(list(self.numels)), strict=True))
 
     def unpack(self, target: torch.Tensor) -> None:
@@ -181,55 +178,41 @@ class BucketState:
         return self.fresh or self.step % period == 0
 
     def record_step(self, offered: torch.Tensor, heads: torch.Tensor, rank: int, poisoned: torch.Tensor) -> None:
-        """Record a finished step: counts, thresholds and the next bias, from the heads of all owners."""
+        """Record a finished step: counts and the next bias, from the heads of all owners."""
         found = heads[:, 1].contiguous().view(torch.float32)
         self.threshold_bias.copy_(next_threshold_bias(self.threshold_bias, found, rank, poisoned))
-        self.global_threshold.copy_(torch.where(found > 0, found, 1.0).log().mean().exp())
         self.offered.copy_(offered)
         self.applied.copy_(heads[:, 0].clamp(min=0).sum())
         self.step += 1
         self.fresh = False
 
-    def record_norms(self, gradient: torch.Tensor) -> None:
-        """Record the norms of the residual and of this step's gradient, whole or part by part, if a sample is due."""
-        if self.residual_monitor is not None:
-            self.residual_monitor.record(self.step, gradient, self.residual)
-
 
 class BucketStates:
     """The states of all buckets with residuals of one model on one rank.
 
-    unbucketed      residuals of parameters that are in no such bucket now
-    flushing        residuals added to gradients whose average is not yet known to be finite
-    scale           loss scale of the residuals, once ``rescale`` has been called
-    loaded          description of the loaded checkpoint, line by line; must be the same on all ranks
-    loaded_states   the loaded states that became this rank's
+    unbucketed   residuals of parameters that are in no such bucket now
+    velocities   the same of velocities
+    flushing     residuals added to gradients whose average is not yet known to be finite
+    scale        loss scale of the residuals, once ``rescale`` has been called
+    loaded       description of the loaded checkpoint, line by line; must be the same on all ranks
 
     ``form``: how residuals are rounded between exchanges; None: not at all.
     """
 
     def __init__(
-        self,
-        rank: int,
-        world_size: int,
-        device: torch.device | None = None,
-        sample_period: int = SAMPLE_PERIOD,
-        form: BlockFormat | None = None,
+        self, rank: int, world_size: int, device: torch.device | None = None, form: BlockFormat | None = None
     ) -> None:
         self._form = form
         self.rank = rank
         self.world_size = world_size
         self.device = device
         self.unbucketed: dict[str, torch.Tensor] = {}
+        self.velocities: dict[str, torch.Tensor] = {}
         self.flushing: dict[str, torch.Tensor] = {}
         self.scale: float | None = None
         self.loaded = ["nothing"]
-        self.loaded_states: list[Mapping[str, Any]] = []
-        self._sample_period = sample_period
         self._buckets: dict[tuple[str, ...], BucketState] = {}
-        self._settings: dict[
-            tuple[str, ...], Mapping[str, Any]
-        ] = {}  # loaded regions of buckets that were not used yet
+        self._settings: dict[tuple[str, ...], Mapping[str, Any]] = {}  # loaded, of buckets that were not used yet
         self._step = 0  # the most steps of any former bucket: a new one continues the schedules
 
     def bucket(self, names: Sequence[str], numels: Sequence[int]) -> BucketState:
@@ -292,13 +275,13 @@ class BucketStates:
             state.store_as(form, self.rank)
 
     def rescale(self, scale: float) -> None:
-        """From now on gradients are those of a loss times ``scale``: rescale all residuals to match."""
+        """From now on gradients are those of a loss times ``scale``: rescale residuals and velocities to match."""
         if self.scale is not None and self.scale != scale:
             for state in self._buckets.values():
                 with state.whole() as residual:
                     residual.mul_(scale / self.scale)
             held = [piece for state in self._buckets.values() for piece in state.held.values()]
-            for piece in (*held, *self.unbucketed.values(), *self.flushing.values()):
+            for piece in (*held, *self.unbucketed.values(), *self.flushing.values(), *self.all_velocities().values()):
                 piece.mul_(scale / self.scale)
         self.scale = scale
 
@@ -313,13 +296,21 @@ class BucketStates:
             found.update(state.pieces(state.current()))
         return found
 
+    def all_velocities(self) -> dict[str, torch.Tensor]:
+        """The velocity of each parameter that has one, as views."""
+        found = dict(self.velocities)
+        for state in self._buckets.values():
+            if state.velocity is not None:
+                found.update(state.pieces(state.velocity))
+        return found
+
     def clear(self) -> None:
-        """Drop all residuals and buckets."""
+        """Drop all residuals, velocities and buckets."""
         self._buckets = {}
         self._settings = {}
         self.flushing = {}
         self.unbucketed = {}
-        self.loaded_states = []
+        self.velocities = {}
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's state: tensors by parameter name, numbers and strings. Can be read without pickle."""
@@ -334,6 +325,7 @@ class BucketStates:
             "scale": self.scale,
             "residuals": {name: piece for name, piece in residuals.items() if piece.any()},
             "buckets": [_settings(state) for state in self._buckets.values() if not state.fresh],
+            "velocities": {name: piece.clone() for name, piece in self.all_velocities().items()},
         }
 
     def load_state_dict(self, *states: Mapping[str, Any]) -> None:
@@ -346,17 +338,16 @@ class BucketStates:
         states = tuple(state for state in states if state)  # a run without any state saved {}
         if not states:
             self.loaded = ["nothing"]
-            self.loaded_states = []
             return
         mine, same = self._own(states)
         self.loaded = common_lines(states[0])
         self.clear()
-        self.loaded_states = mine
         for state in mine:
-            for name, piece in state["residuals"].items():
-                own = piece.detach().to(torch.float32).flatten()  # stays on its own device until its bucket is used
-                before = self.unbucketed.get(name)
-                self.unbucketed[name] = own.clone() if before is None else before + own.to(before.device)
+            for pieces, kind in ((self.unbucketed, "residuals"), (self.velocities, "velocities")):
+                for name, piece in state.get(kind, {}).items():
+                    own = piece.detach().to(torch.float32).flatten()  # stays on its own device until its bucket is used
+                    before = pieces.get(name)
+                    pieces[name] = own.clone() if before is None else before + own.to(before.device)
         self._step = states[0]["step"]
         self.scale = states[0].get("scale")
         if same:
@@ -370,16 +361,7 @@ class BucketStates:
 
     def _own(self, states: Sequence[Mapping[str, Any]]) -> tuple[list[Mapping[str, Any]], bool]:
         """The states that become this rank's, and whether the world size is the old one."""
-        for state in states:
-            if state.get("version") != VERSION:
-                raise ValueError(
-                    f"the sparse state has version {state.get('version')}, and this anabranch reads version {VERSION}: "
-                    "load it with the anabranch that wrote it"
-                )
         old = {state["rank"]: state for state in states}
-        sizes = sorted({state["world_size"] for state in states})
-        if len(sizes) != 1:
-            raise ValueError(f"the sparse states given come from worlds of {sizes} ranks: give those of one run")
         if len(old) < len(states):
             ranks = sorted(state["rank"] for state in states)
             raise ValueError(f"the sparse states given are of ranks {ranks}: give that of each rank once")
@@ -390,13 +372,14 @@ class BucketStates:
                         f"the sparse states given are from different checkpoints: rank {states[0]['rank']}'s says "
                         f"{first}, rank {state['rank']}'s says {other}: give those of one run at one step"
                     )
-        same = sizes[0] == self.world_size
-        if not (self.rank in old if same else set(old) == set(range(sizes[0]))):
+        size = states[0]["world_size"]
+        same = size == self.world_size
+        if not (self.rank in old if same else set(old) == set(range(size))):
             raise ValueError(
-                f"rank {self.rank} of {self.world_size} was given the sparse state of ranks {sorted(old)} of {sizes[0]}"
+                f"rank {self.rank} of {self.world_size} was given the sparse state of ranks {sorted(old)} of {size}"
                 ": give its own, or those of all ranks if their number has changed"
             )
-        return [old[self.rank]] if same else [old[r] for r in range(self.rank, sizes[0], self.world_size)], same
+        return [old[self.rank]] if same else [old[r] for r in range(self.rank, size, self.world_size)], same
 
     def _dissolve(self, names: Collection[str]) -> None:
         """Remove the buckets that hold any of these parameters; their residuals become unbucketed."""
@@ -405,23 +388,19 @@ class BucketStates:
             state.hold(())
             self._step = max(self._step, state.step)
             self.unbucketed.update((name, piece.clone()) for name, piece in state.pieces(state.current()).items())
+            if state.velocity is not None:
+                self.velocities.update(state.pieces(state.velocity))
             record_stream(state.residual, *([] if state.packed is None else [state.packed.message]))
 
     def _built(self, names: tuple[str, ...], numels: tuple[int, ...]) -> BucketState:
         form, numel = self._form, sum(numels)
         packed = None if form is None else PackedResidual.zeros(numel, form, self.rank, self.device)
-        known = any(name in self.unbucketed for name in names)
-        residual = torch.zeros(numel if known or packed is None else 0, dtype=torch.float32, device=self.device)
-        ends = [sum(numels[:i]) for i in range(len(numels) + 1)]
-        for name, (low, high) in zip(names, pairwise(ends), strict=True):
-            if (piece := self.unbucketed.pop(name, None)) is not None:
-                if len(piece) != high - low:
-                    raise ValueError(f"parameter {name} has {high - low} elements, and its residual has {len(piece)}")
-                residual[low:high].copy_(piece)
-                record_stream(piece)
+        known = self._joined(self.unbucketed, names, numels)
+        residual = known
+        if residual is None:
+            residual = torch.zeros(numel if packed is None else 0, dtype=torch.float32, device=self.device)
         state = BucketState.of(residual, self.world_size, names, numels)
-        state.step = self._step
-        state.residual_monitor = ResidualMonitor(self.device, self._sample_period)
+        state.step, state.velocity = self._step, self._joined(self.velocities, names, numels)
         if (settings := self._settings.pop(names, None)) is not None:
             state.threshold_bias.fill_(settings["tilt"])
             state.boundaries.copy_(torch.tensor(settings["boundaries"], dtype=torch.int64))
@@ -429,9 +408,24 @@ class BucketStates:
             state.fresh = False
         if packed is not None:
             state.packed = packed
-            if known:
+            if known is not None:
                 state.pack()
         return state
+
+    def _joined(
+        self, pieces: dict[str, torch.Tensor], names: Sequence[str], numels: Sequence[int]
+    ) -> torch.Tensor | None:
+        """Take the pieces of these parameters, and return them as one tensor, 0 where none is; None if none is."""
+        if pieces.keys().isdisjoint(names):
+            return None
+        flat = torch.zeros(sum(numels), dtype=torch.float32, device=self.device)
+        for name, room in zip(names, flat.split(list(numels)), strict=True):
+            if (piece := pieces.pop(name, None)) is not None:
+                if len(piece) != len(room):
+                    raise ValueError(f"parameter {name} has {len(room)} elements, and its residual has {len(piece)}")
+                room.copy_(piece)
+                record_stream(piece)
+        return flat
 
 
 def common_lines(state: Mapping[str, Any]) -> list[str]:

@@ -14,8 +14,7 @@ from anabranch.exchange.contracts import Group, record_stream
 from anabranch.exchange.dense import all_finite
 from anabranch.exchange.model_parameters import shaped
 from anabranch.exchange.residuals.checkpoint import check_saved
-from anabranch.exchange.residuals.momentum import Momentum, Velocity
-from anabranch.exchange.residuals.monitor import SAMPLE_PERIOD, residual_grows
+from anabranch.exchange.residuals.momentum import Velocity
 from anabranch.exchange.residuals.state import BucketState, BucketStates
 from anabranch.values.kinds.formats import STORED, BlockFormat
 from anabranch.values.kinds.names import density_of
@@ -33,7 +32,7 @@ class Residuals:
     averaged         and ``applied``: as in ``ResidualFlush``
     frozen           the model's other parameters; a checkpoint may hold their residuals, which are kept
     warmup_steps     training steps before exchanges that keep residuals are tried
-    momentum         velocities, which are saved with the residuals
+    momentum         share of a velocity that is left after a step (``momentum.py``); 0: gradients are sent
     skipped          whether a loss scaler will skip the step that ends; by default, whether a gradient is not finite
     form             how residuals are rounded between exchanges; None: they are float32
     """
@@ -48,31 +47,27 @@ class Residuals:
         frozen: Mapping[str, torch.Tensor] = NO_PARAMETERS,
         *,
         warmup_steps: int = 0,
-        momentum: Momentum | None = None,
-        sample_period: int = SAMPLE_PERIOD,
+        momentum: float = 0.0,
         skipped: Callable[[], bool] | None = None,
         form: BlockFormat | None = None,
     ) -> None:
         self.warmup_steps = warmup_steps
-        self.momentum = momentum or Momentum(0.0)
+        self._momentum = momentum
         self.keeps: Callable[[str], bool] = keeps or (lambda _: False)
         self.keeps_any = keeps is not None  # if so, ``on_step_end`` must be called after every step
-        self._skipped = skipped or self._any_not_finite
+        self._skipped = skipped or (lambda: not _gradients_finite(parameters))
         self._parameters = parameters
         self._numels = {name: parameter.numel() for name, parameter in parameters.items()}
         self._known_numels = {name: parameter.numel() for name, parameter in {**parameters, **frozen}.items()}
-        self._sizes: dict[tuple[str, ...], tuple[int, ...]] = {}  # sizes of parameters, by bucket
         device = next(iter(parameters.values())).device if parameters else None
         rank, ranks = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
-        self._states = BucketStates(rank, ranks, device, sample_period, form)
+        self._states = BucketStates(rank, ranks, device, form)
         self._flush = ResidualFlush(self._states, parameters, averaged, applied)
         self._exchanged: list[tuple[BucketState, torch.Tensor]] = []  # in this step: states and averages
 
     def bucket_state(self, bucket: Bucket) -> BucketState:
         """The state of a bucket whose kind keeps a residual."""
-        if bucket.names not in self._sizes:
-            self._sizes[bucket.names] = tuple(self._numels[name] for name in bucket.names)
-        return self._states.bucket(bucket.names, self._sizes[bucket.names])
+        return self._states.bucket(bucket.names, [self._numels[name] for name in bucket.names])
 
     def begin_exchange(self, bucket: Bucket, buffer: torch.Tensor) -> BucketState:
         """The same, for an exchange that begins now, and whose average will be in ``buffer``."""
@@ -90,11 +85,13 @@ class Residuals:
 
     def sends_velocities(self, kind: str) -> bool:
         """Whether exchanges of this kind average velocities in place of gradients."""
-        return self.momentum.decay > 0 and density_of(kind) is not None
+        return self._momentum > 0 and density_of(kind) is not None
 
     def velocity(self, bucket: Bucket) -> Velocity | None:
         """What exchanges of this bucket average in place of gradients; None if they average gradients."""
-        return self.momentum.velocity(self.bucket_state(bucket)) if self.sends_velocities(bucket.collective) else None
+        if not self.sends_velocities(bucket.collective):
+            return None
+        return Velocity(self.bucket_state(bucket).sent_velocity(), self._momentum)
 
     def on_step_end(self) -> None:
         """Call this when all gradients of a step are averaged, on all ranks.
@@ -121,7 +118,6 @@ class Residuals:
         buckets = plan.buckets if plan is not None else ()
         kept = {name for bucket in buckets if self.keeps(bucket.collective) for name in bucket.names}
         self._flush.send_all_but(kept)
-        self._sizes.clear()
 
     def store_as(self, how: str) -> None:
         """Between steps: store residuals as "bf16", "int8", or as they are."""
@@ -132,29 +128,19 @@ class Residuals:
         lines = []
         for state in self._states.buckets():
             to, share = state.names[-1], float(state.applied) / max(1, sum(state.numels))
-            samples = state.residual_monitor.samples() if state.residual_monitor is not None else []
-            age = f", about {samples[-1].age_steps:.1f} steps old" if samples and samples[-1].age_steps else ""
             norm = float(state.current().norm())
             if state.fresh and state.step:  # no values were selected: all were sent, rounded
-                lines.append(f"bucket to {to}: rounding errors of norm {norm:.3g} are kept for the next step{age}")
-                continue
-            lines.append(f"sparse bucket to {to}: {share:.2%} applied in its last step, |residual| {norm:.3g}{age}")
-            if residual_grows(samples, max(share, 1e-4)):
-                then = samples[len(samples) // 2]
-                lines.append(
-                    f"WARNING: the residual of the bucket to {to} grows without bound: its norm was {then.norm:.3g} at "
-                    f"step {then.step} and {samples[-1].norm:.3g} at step {samples[-1].step}, {then.age_steps:.1f} and "
-                    f"{samples[-1].age_steps:.1f} steps of gradients: give OkTopk a higher density"
-                )
+                lines.append(f"bucket to {to}: rounding errors of norm {norm:.3g} are kept for the next step")
+            else:
+                lines.append(f"sparse bucket to {to}: {share:.2%} applied in its last step, |residual| {norm:.3g}")
         return lines
 
     def state_dict(self) -> dict[str, Any]:
         """The state that a checkpoint of this rank must hold; empty if nothing is kept between steps."""
         if not self.keeps_any:
             return {}
-        velocities = {name: piece.clone() for name, piece in self.momentum.state_dict().items()}
         orders = {name: order for name in self._parameters if (order := self._order(name))}
-        return {**self._states.state_dict(), "velocities": velocities, "orders": orders}
+        return {**self._states.state_dict(), "orders": orders}
 
     def load_state_dict(self, *states: Any) -> None:
         """Load what ``state_dict`` returned on this rank, or on all ranks; before the first step.
@@ -177,7 +163,6 @@ class Residuals:
         except ValueError as error:
             self._states.loaded = [f"a state that was refused: {error}"]
             raise
-        self.momentum.load_state_dict(*(state.get("velocities", {}) for state in self._states.loaded_states))
         self._flush.send_all_but(self._flush.kept_names)
 
     def loaded(self) -> list[str]:
@@ -186,20 +171,13 @@ class Residuals:
 
     def rescale(self, scale: float) -> None:
         """Multiply residuals to match gradients of a loss times ``scale``, which come from now on."""
-        if self._states.scale is not None:
-            self.momentum.rescale(scale / self._states.scale)
         self._states.rescale(scale)
 
     def close(self) -> None:
         """Remove hooks and free all memory, also if there are still references to this object."""
         self._flush.close()
         self._states.clear()
-        self.momentum.clear()
         self._exchanged = []
-
-    def _any_not_finite(self) -> bool:
-        gradients = [p.grad for p in self._parameters.values() if p.grad is not None]
-        return bool(gradients) and not bool(all_finite(*gradients))
 
     def _order(self, name: str) -> list[int]:
         """The strides of a parameter and of its residual; empty if it is row-major, or a stand-in without memory."""
@@ -240,7 +218,8 @@ class ResidualFlush:
         self._states = states
         self._parameters = parameters
         self._averaged = averaged
-        self._applied = applied or self._if_finite
+        # Without ``applied`` all or none: an optimizer's step is skipped as a whole if any gradient is not finite.
+        self._applied = applied or (lambda names: names if _gradients_finite(parameters) else ())
         self._handles: list[RemovableHandle] = []
 
     def send_all_but(self, names: Collection[str]) -> None:
@@ -292,7 +271,6 @@ class ResidualFlush:
         self._states.end_flush(self._applied(self._states.flushing))
         self.send_all_but(self.kept_names)
 
-    def _if_finite(self, names: Collection[str]) -> Collection[str]:
-        """All names or none: the optimizer's step is skipped as a whole if any gradient is not finite."""
-        gradients = [p.grad for p in self._parameters.values() if p.grad is not None]
-        return names if bool(all_finite(*gradients)) else ()
+
+def _gradients_finite(parameters: Mapping[str, torch.Tensor]) -> bool:
+    return bool(all_finite(*(p.grad for p in parameters.values() if p.grad is not None)))

@@ -49,9 +49,6 @@ class Pairs(NamedTuple):
         return at, self.positions[at] == positions
 
 
-Part = Generator[dist.Work, None, torch.Tensor]
-
-
 def exact_exchange(
     gradient: torch.Tensor,
     state: BucketState,
@@ -162,7 +159,12 @@ def _sums(
     buffer[positions] = 0
     found, threshold = owner_threshold(sums.packed(), sizes, state.threshold_bias, state.step, comm.size)
     if exact:
-        magnitudes = yield from _gather_all(sums.values.abs(), comm, "threshold")
+        counts = torch.empty(comm.size, dtype=torch.int32, device=buffer.device)
+        own_count = torch.tensor([len(positions)], dtype=torch.int32, device=buffer.device)
+        yield comm.all_gather(counts, own_count, "threshold")
+        lengths = counts.tolist()
+        magnitudes = torch.empty(sum(lengths), dtype=torch.float32, device=buffer.device)
+        yield comm.all_gather_uneven(magnitudes, sums.values.abs(), lengths, "threshold")
         threshold = kth_magnitude(magnitudes, sizes.k)
         known = (threshold > 0) & (found > 0)
         state.threshold_bias.copy_(torch.where(known, (threshold / found).log(), state.threshold_bias))
@@ -185,10 +187,8 @@ def _gather(
     selected, poison = nothing, torch.tensor(sums is None, device=found.device)
     if sums is not None:
         kept = select.passing(sums.values, threshold)
-        selected, poison = (
-            Pairs(sums.positions[kept], sums.values[kept]),
-            ~all_finite(sums.values, below=select.SUM_LIMIT),
-        )
+        selected = Pairs(sums.positions[kept], sums.values[kept])
+        poison = ~all_finite(sums.values, below=select.SUM_LIMIT)
     mine = message_head(torch.tensor(len(selected.values), device=found.device), poison, found)
     heads = torch.empty(comm.size, 2, dtype=torch.int32, device=mine.device)
     yield comm.all_gather(heads, mine[None], "counts")
@@ -200,9 +200,11 @@ def _gather(
         selected = selected.largest(lengths[comm.rank])
     body = join_bodies(selected.packed(), [len(selected.values)], sizes.encoding)
     held = nbytes = [sizes.encoding.body_nbytes(length) for length in lengths]
-    if max(lengths) * comm.size > IMBALANCE * sum(lengths):
+    if max(lengths) * comm.size > IMBALANCE * sum(lengths):  # bytes of all owners, in order, are handed out again
         held = equal_lengths(sum(nbytes), comm.size)
-        body = yield from _rebalance(body, nbytes, held, comm)
+        given, body = body, torch.empty(held[comm.rank], dtype=body.dtype, device=body.device)
+        coming, going = overlaps(held, nbytes, comm.rank), overlaps(nbytes, held, comm.rank)
+        yield comm.all_to_all(body, given, "balance", coming, going)
     everything = torch.empty(sum(nbytes), dtype=torch.uint8, device=body.device)
     yield comm.all_gather_uneven(everything, body, held, "gather")
     pairs = split_bodies(everything, lengths, sizes.encoding)
@@ -210,24 +212,6 @@ def _gather(
     values = pairs[:, 0].contiguous().view(torch.float32)
     sent = values != 0
     return Pairs((pairs[:, 1] + state.boundaries[owners])[sent], values[sent]), heads
-
-
-def _rebalance(body: torch.Tensor, nbytes: Sequence[int], held: Sequence[int], comm: Communicator) -> Part:
-    """My bytes after the bytes of all owners, in order, are handed out again, ``held[j]`` of them to owner j."""
-    coming = overlaps(held, nbytes, comm.rank)
-    output = torch.empty(sum(coming), dtype=body.dtype, device=body.device)
-    yield comm.all_to_all(output, body, "balance", coming, overlaps(nbytes, held, comm.rank))
-    return output
-
-
-def _gather_all(part: torch.Tensor, comm: Communicator, phase: str) -> Part:
-    """The values of all ranks, however many each has."""
-    counts = torch.empty(comm.size, dtype=torch.int32, device=part.device)
-    yield comm.all_gather(counts, torch.tensor([len(part)], dtype=torch.int32, device=part.device), phase)
-    lengths = counts.tolist()
-    output = torch.empty(sum(lengths), dtype=part.dtype, device=part.device)
-    yield comm.all_gather_uneven(output, part, lengths, phase)
-    return output
 
 
 def _keep_rounding_error(sums: Pairs | None, applied: Pairs, residual: torch.Tensor, start: torch.Tensor) -> None:

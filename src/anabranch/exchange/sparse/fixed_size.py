@@ -33,7 +33,7 @@ def fixed_exchange(
     local.copy_(sampled_magnitude((gradient, residual), sizes.k, state.step))
     yield from select.rebalance_regions(gradient, state, comm, sizes, options)
     offered = select.offer(gradient, residual, local, boundaries, sizes.capacity)
-    heads = message_head(offered.counts, offered.poison, torch.zeros_like(local))
+    heads = message_head(offered.passed, offered.poison, torch.zeros_like(local))
     sent = frame_messages(heads, offered.packed, encoding)
     received = torch.empty_like(sent)
     yield comm.all_to_all(received, sent, "split")
@@ -55,4 +55,4 @@ def fixed_exchange(
     select.finish(pairs, unframe_messages(sent, encoding)[1], gradient, residual, boundaries, divisor, poisoned)
     if encoding.rounds:
         select.keep_rounding_error(selected.packed, pairs[comm.rank], residual, boundaries[comm.rank], poisoned)
-    state.record_step(offered.counts.sum(), heads, comm.rank, poisoned)
+    state.record_step(offered.passed.sum(), heads, comm.rank, poisoned)

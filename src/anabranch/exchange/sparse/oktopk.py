@@ -14,21 +14,27 @@ T. Hoefler, *Near-optimal sparse allreduce for distributed deep learning*, PPoPP
 This module alone chooses between the three versions of the exchange:
 
     exact.py            the published exchange: counts first, then messages of exactly their size; on CPUs
-    fixed.py            messages of fixed size, in torch operations: on GPUs without Triton, or deterministic
+    fixed_size.py       messages of fixed size, in torch operations: on GPUs without Triton, or deterministic
     triton_exchange.py  messages of fixed size, in Triton kernels: on GPUs
 """
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
-from importlib.util import find_spec
 
 import torch
 import torch.distributed as dist
 
-from anabranch.exchange.communicator import Communicator, GroupCommunicators
-from anabranch.exchange.contracts import Collective, Group, Steps, Traffic, record_stream
-from anabranch.exchange.quantised.exchange import DTYPES
+from anabranch.exchange.communicator import Communicator, Communicators
+from anabranch.exchange.contracts import (
+    DTYPES,
+    Collective,
+    ExchangeFamily,
+    Group,
+    Steps,
+    Traffic,
+    record_stream,
+    runs_triton,
+)
 from anabranch.exchange.residuals.momentum import Velocity
 from anabranch.exchange.residuals.state import BucketState
 from anabranch.exchange.residuals.store import Residuals
@@ -68,7 +74,6 @@ def exchange(
     gradient = buffer.float()  # the buffer itself, if that is float32
     if velocity is not None:
         velocity.take(gradient)
-    state.record_norms(gradient)
     run = version_for(gradient, options)
     yield from run(gradient, state, comm, divisor, options.density_at(state.step, density), options)
     if velocity is not None:
@@ -95,29 +100,14 @@ def version_for(gradient: torch.Tensor, options: OkTopk) -> Version:
     """The version of the exchange for a bucket on this device."""
     if options.exact or not gradient.is_cuda:
         return exact_exchange
-    return fixed_size_version(gradient, options)
-
-
-def fixed_size_version(gradient: torch.Tensor, options: OkTopk) -> Version:
-    """The version with messages of fixed size: Triton kernels on a GPU that has them, torch operations elsewhere.
-
-    The kernels add in no fixed order, so deterministic runs do without them.
-    """
-    kernels = _triton_exchange() if gradient.is_cuda and not options.deterministic else None
-    return fixed_exchange if kernels is None else kernels
-
-
-@cache
-def _triton_exchange() -> Version | None:
-    """The version in Triton kernels, imported when a GPU first needs it; None where Triton is not installed."""
-    if find_spec("triton") is None:
-        return None
+    if options.deterministic or not runs_triton(gradient):  # kernels add in no fixed order
+        return fixed_exchange
     from anabranch.exchange.sparse.triton_exchange import triton_exchange
 
     return triton_exchange
 
 
-def probe_of(density: float, options: OkTopk, comms: GroupCommunicators) -> Collective:
+def probe_of(density: float, options: OkTopk, comms: Communicators) -> Collective:
     """An exchange of noise, for timing: its time depends on how many values are selected, not on which."""
     states: dict[int, BucketState] = {}
     settled = replace(options, start_density=None)  # plans are made for the settled density
@@ -127,12 +117,12 @@ def probe_of(density: float, options: OkTopk, comms: GroupCommunicators) -> Coll
             generator = torch.Generator(buffer.device).manual_seed(dist.get_rank(group))
             buffer.normal_(generator=generator)
             states[buffer.numel()] = BucketState.of(torch.zeros_like(buffer), dist.get_world_size(group))
-        return exchange(buffer, states[buffer.numel()], comms.of(group), divisor, density, settled)
+        return exchange(buffer, states[buffer.numel()], comms[group], divisor, density, settled)
 
     return exchanged
 
 
-class OkTopkExchanges:
+class OkTopkExchanges(ExchangeFamily):
     """The family of Ok-Topk exchanges of one model, at one density or several: one kind per density.
 
     A bucket that names "oktopk:0.01" is sent at a density of 1 %. Densities are few, because each is measured.
@@ -142,25 +132,16 @@ class OkTopkExchanges:
         self.kinds = kinds
         self._options = options
         self._residuals = residuals
-        self._comms = GroupCommunicators()
+        self._comms = Communicators()
 
     def handles(self, kind: str) -> bool:
         return density_of(kind) is not None
-
-    def supports(self, kind: str, dtype: torch.dtype) -> bool:
-        return self.handles(kind) and dtype in DTYPES
-
-    def on_side_stream(self, kind: str) -> bool:
-        return self.handles(kind)
-
-    def sends_little(self, kind: str) -> bool:
-        return self.handles(kind)
 
     def steps(self, bucket: Bucket, buffer: torch.Tensor, group: Group, divisor: float) -> Steps:
         state, velocity = self._residuals.begin_exchange(bucket, buffer), self._residuals.velocity(bucket)
         density = density_of(bucket.collective)
         assert density is not None
-        return exchange(buffer, state, self._comms.of(group), divisor, density, self._options, velocity)
+        return exchange(buffer, state, self._comms[group], divisor, density, self._options, velocity)
 
     def traffic(self, bucket: Bucket, numel: int, dtype: torch.dtype, ranks: int) -> Traffic:  # noqa: ARG002
         """Bytes of the last exchange: exact exchanges send what was selected, fixed ones all their slots.

@@ -16,16 +16,6 @@ def uniform(numel: int, ranks: int, device: torch.device | None = None) -> torch
     return torch.arange(ranks + 1, dtype=torch.int64, device=device) * numel // ranks
 
 
-def uniform_inner(numel: int, ranks: int, device: torch.device | None = None) -> torch.Tensor:
-    """The P−1 inner boundaries of regions of equal size."""
-    return uniform(numel, ranks, device)[1:-1]
-
-
-def first_ordinals(count: torch.Tensor, ranks: int) -> torch.Tensor:
-    """Which of ``count`` selected values, counted from 1, begin regions 1 … P−1 if each is to have equally many."""
-    return torch.arange(1, ranks, dtype=torch.int64, device=count.device) * count // ranks + 1
-
-
 def proposal_from_positions(positions: torch.Tensor, numel: int, ranks: int) -> torch.Tensor:
     """The inner boundaries a rank proposes, from the sorted positions of its selected values.
 

@@ -31,25 +31,12 @@ from anabranch.values.kinds.options import OkTopk
 SUM_LIMIT = torch.finfo(torch.float32).max * (1 - 2**-7)
 
 
-class Offer(NamedTuple):
-    """What a rank offers.
+class Selected(NamedTuple):
+    """What a rank offers, or an owner applies.
 
-    packed   pairs int32 [P, capacity, 2]
-    counts   int32 [P]: how many values of each region passed
-    poison   bool: the gradient was not finite, or too large to be added to a residual
-    """
-
-    packed: torch.Tensor
-    counts: torch.Tensor
-    poison: torch.Tensor
-
-
-class SelectedSums(NamedTuple):
-    """What an owner applies.
-
-    packed   pairs int32 [capacity, 2]
-    passed   int32: how many sums passed
-    poison   bool: some sum was not finite, or too large for a finite average
+    packed   pairs int32 [P, capacity, 2] to all owners, or [capacity, 2] from one
+    passed   int32: how many values of each region passed, or how many sums
+    poison   bool: some value was not finite, or too large: to be added to a residual, or for a finite average
     """
 
     packed: torch.Tensor
@@ -76,8 +63,9 @@ def propose_boundaries(
     """
     counts = [passing(a + b, threshold).sum() for a, b in _chunks(residual, gradient)]
     ends = torch.stack(counts).cumsum(0)
-    wanted = regions.first_ordinals(ends[-1], ranks)
-    found = regions.uniform_inner(len(residual), ranks, residual.device)
+    # Which of the selected values, counted from 1, begin regions 1 … P−1 if each is to have equally many.
+    wanted = torch.arange(1, ranks, dtype=torch.int64, device=residual.device) * ends[-1] // ranks + 1
+    found = regions.uniform(len(residual), ranks, residual.device)[1:-1]
     for number, (a, b) in enumerate(_chunks(residual, gradient)):
         before = ends[number] - counts[number]
         at = torch.searchsorted(running_count(passing(a + b, threshold)).to(torch.int64), wanted - before)
@@ -124,15 +112,15 @@ def undo(gradient: torch.Tensor, residual: torch.Tensor) -> None:
 
 def offer(
     gradient: torch.Tensor, residual: torch.Tensor, threshold: torch.Tensor, boundaries: torch.Tensor, capacity: int
-) -> Offer:
+) -> Selected:
     """Accumulate, and pack up to ``capacity`` values of each region whose magnitude reaches the threshold.
 
-    ``counts`` counts all values that passed, also those beyond the capacity.
+    ``passed`` counts all values that did, also those beyond the capacity.
     """
     poison = accumulate(gradient, residual)
     running = running_count(passing(residual, threshold))
     packed, counts = pack(residual, running, boundaries, capacity)
-    return Offer(packed, counts, poison)
+    return Selected(packed, counts, poison)
 
 
 def sums_at_owner(received: torch.Tensor, buffer: torch.Tensor, in_order: bool = True) -> torch.Tensor:
@@ -149,7 +137,7 @@ def sums_at_owner(received: torch.Tensor, buffer: torch.Tensor, in_order: bool =
     return packed[0]
 
 
-def select_sums(sums: torch.Tensor, threshold: torch.Tensor, capacity: int, limit: float = inf) -> SelectedSums:
+def select_sums(sums: torch.Tensor, threshold: torch.Tensor, capacity: int, limit: float = inf) -> Selected:
     """Of an owner's sums (pairs [m, 2]), up to ``capacity`` that pass the threshold. All must be below ``limit``."""
     values = sums[:, 0].contiguous().view(torch.float32)
     running = running_count(passing(values, threshold) & (sums[:, 1] >= 0))
@@ -157,7 +145,7 @@ def select_sums(sums: torch.Tensor, threshold: torch.Tensor, capacity: int, limi
     chosen = torch.searchsorted(running, slots + 1).clamp(max=len(running) - 1)
     unused = torch.stack([torch.zeros_like(slots), -torch.ones_like(slots)], dim=1).to(torch.int32)
     packed = torch.where((slots < running[-1])[:, None], sums[chosen], unused)
-    return SelectedSums(packed, running[-1].to(torch.int32), ~all_finite(values, below=limit))
+    return Selected(packed, running[-1].to(torch.int32), ~all_finite(values, below=limit))
 
 
 def finish(

@@ -1,4 +1,4 @@
-"""The exchange of fixed-size messages with Triton kernels: what ``fixed.py`` does, in a dozen launches.
+"""The exchange of fixed-size messages with Triton kernels: what ``fixed_size.py`` does, in a dozen launches.
 
     offer     reset rows; sample, threshold; offer                then the all-to-all
     reduce    add, collect; sample, threshold; select sums        then the all-gather
@@ -11,14 +11,15 @@ and which pairs find a slot where there are too few. Until ``finish`` neither gr
 that is poisoned, or breaks off, has nothing to undo.
 """
 
+from typing import Any
+
 import torch
 import triton
 
 from anabranch.exchange.communicator import Communicator
 from anabranch.exchange.contracts import Steps, record_stream
 from anabranch.exchange.residuals.state import BucketState
-from anabranch.exchange.sparse import thresholds
-from anabranch.exchange.sparse.kernels import message, packing, step, threshold
+from anabranch.exchange.sparse import kernels, packing, thresholds
 from anabranch.exchange.sparse.regions import region_buffer
 from anabranch.exchange.sparse.select import SUM_LIMIT, rebalance_regions
 from anabranch.values.kinds.formats import Sizes
@@ -32,12 +33,7 @@ MAX_SAMPLE_NUMEL = 2**18  # for larger samples torch.topk is faster than one pro
 
 
 def triton_exchange(
-    gradient: torch.Tensor,
-    state: BucketState,
-    comm: Communicator,
-    divisor: float,
-    density: float,
-    options: OkTopk,
+    gradient: torch.Tensor, state: BucketState, comm: Communicator, divisor: float, density: float, options: OkTopk
 ) -> Steps:
     """``oktopk.exchange`` at this density, with the messages of ``fixed_exchange``. Not for deterministic runs."""
     work = TritonStep(gradient, state, comm, Sizes.of(len(gradient), comm.size, density, options))
@@ -87,7 +83,7 @@ class TritonStep:
         self.rounding_error = torch.empty(sizes.capacity if rounds else 0, dtype=torch.float32, device=device)
         self.rows = triton.next_power_of_2(self.ranks)
         grid = triton.cdiv(self.words_per_row, 1024), rows
-        message.reset[grid](self.row_words, self.counter, self.words_per_row, block=1024)
+        kernels.reset[grid](self.row_words, self.counter, self.words_per_row, block=1024)
 
     @property
     def kept(self) -> tuple[torch.Tensor, ...]:
@@ -99,18 +95,12 @@ class TritonStep:
         if self.sizes.selects_all:
             self.state.local_threshold.zero_()
             return
-        numel, k = len(self.gradient), self.sizes.k
-        wanted = thresholds.sample_numel(numel, k)
-        seen = self._empty_sample(wanted)
-        shift = thresholds.sample_shift(self.state.step)
-        threshold.sample[(len(seen) // PAIRS,)](
-            self.gradient, self.state.residual, seen, shift, numel, wanted, every=wanted == numel, block=PAIRS
-        )
-        kth_magnitude(seen, thresholds.sample_rank(numel, k), self.state.local_threshold)
+        given, found = (self.gradient, self.state.residual), self.state.local_threshold
+        self._sampled_magnitude(kernels.sample, given, len(self.gradient), self.sizes.k, found)
 
     def offer(self) -> None:
         """Pack what passes the local threshold into ``sent``."""
-        step.offer[(triton.cdiv(len(self.gradient), BLOCK),)](
+        kernels.offer[(triton.cdiv(len(self.gradient), BLOCK),)](
             self.gradient, self.state.residual, self.state.local_threshold, self.state.boundaries,
             *_views(self.sent_rows), len(self.gradient), self.ranks, self.sizes.capacity, self.words_per_row,
             rows=self.rows, block=BLOCK, num_warps=WARPS,
@@ -127,13 +117,13 @@ class TritonStep:
         sums, positions = torch.empty(2, most, dtype=torch.int32, device=received.device)
         heads, pairs = self._unpack(received)
         buffer = self.region_buffer
-        step.add[self._grid](pairs, buffer, capacity, block=PAIRS)
-        step.collect[self._grid](
+        kernels.add[self._grid](pairs, buffer, capacity, block=PAIRS)
+        kernels.collect[self._grid](
             pairs, buffer.view(torch.int32), self.counter, sums, positions, capacity, block=PAIRS
         )  # fmt: skip
         self._owner_threshold(sums)
         head, pairs = _views(self.part_row)
-        step.select_sums[(triton.cdiv(most, PAIRS),)](
+        kernels.select_sums[(triton.cdiv(most, PAIRS),)](
             sums, positions, self.counter, heads, self.state.threshold_bias, head, pairs, limit,
             self.ranks, capacity, self.words_per_row, rows=self.rows, block=PAIRS,
         )  # fmt: skip
@@ -142,18 +132,21 @@ class TritonStep:
 
     def _owner_threshold(self, sums: torch.Tensor) -> None:
         """The second word of ``part_row`` ← the threshold of this owner's share of k among its sums."""
-        if self.sizes.selects_all:
-            return  # a reset row has 0 there
         numel, share = len(sums), -(-self.sizes.k // self.ranks)
-        if share >= numel:
-            return
-        wanted = thresholds.sample_numel(numel, share)
-        seen = self._empty_sample(wanted)
+        if self.sizes.selects_all or share >= numel:
+            return  # a reset row has 0 there
+        found = self.part_row[1].view(torch.float32)
+        self._sampled_magnitude(kernels.sample_sums, (sums, self.counter), numel, share, found)
+
+    def _sampled_magnitude(
+        self, kernel: Any, given: tuple[torch.Tensor, torch.Tensor], numel: int, k: int, found: torch.Tensor
+    ) -> None:
+        """``found`` ← about the k-th largest of ``numel`` magnitudes, from a sample that ``kernel`` takes of them."""
+        wanted = thresholds.sample_numel(numel, k)
+        seen = torch.empty(triton.cdiv(wanted, CHUNK) * CHUNK, dtype=torch.int32, device=found.device)
         shift = thresholds.sample_shift(self.state.step)
-        threshold.sample_sums[(len(seen) // PAIRS,)](
-            sums, self.counter, seen, shift, numel, wanted, every=wanted == numel, block=PAIRS
-        )
-        kth_magnitude(seen, thresholds.sample_rank(numel, share), self.part_row[1].view(torch.float32))
+        kernel[(len(seen) // PAIRS,)](*given, seen, shift, numel, wanted, every=wanted == numel, block=PAIRS)
+        kth_magnitude(seen, thresholds.sample_rank(numel, k), found)
 
     def finish(self, everyone: torch.Tensor, divisor: float) -> None:
         """Write gradient and residual after the step, and record the step in the state."""
@@ -161,25 +154,23 @@ class TritonStep:
         heads, pairs = self._unpack(everyone)
         common = {"ranks": self.ranks, "row_words": self.words_per_row, "rows": self.rows}
         on_pairs = {"capacity": capacity, "block": PAIRS, **common}
-        step.accumulate[(triton.cdiv(numel, BLOCK),)](
+        kernels.accumulate[(triton.cdiv(numel, BLOCK),)](
             heads, self.gradient, state.residual, numel, **common, block=BLOCK, num_warps=WARPS
         )
         applied = self.gradient.view(torch.int32)
-        step.apply[self._grid](heads, pairs, state.boundaries, applied, divisor, **on_pairs)
+        kernels.apply[self._grid](heads, pairs, state.boundaries, applied, divisor, **on_pairs)
         sent_heads, sent_pairs = _views(self.sent_rows)
-        step.subtract_applied[self._grid](heads, sent_pairs, state.boundaries, applied, state.residual, **on_pairs)
+        kernels.subtract_applied[self._grid](heads, sent_pairs, state.boundaries, applied, state.residual, **on_pairs)
         if self.sizes.encoding.rounds:
             _, own = _views(self.part_row)
             start = state.boundaries[self.rank :]
-            step.keep_rounding_error[self._grid[:1]](heads, own, self.rounding_error, start, state.residual, **on_pairs)
-        step.record_step[(1,)](
-            heads, sent_heads, state.threshold_bias, state.global_threshold, state.offered, state.applied,
+            kernels.keep_rounding_error[self._grid[:1]](
+                heads, own, self.rounding_error, start, state.residual, **on_pairs
+            )
+        kernels.record_step[(1,)](
+            heads, sent_heads, state.threshold_bias, state.offered, state.applied,
             self.rank, thresholds.BIAS_MEMORY, **common, num_warps=1,
         )  # fmt: skip
-
-    def _empty_sample(self, wanted: int) -> torch.Tensor:
-        """Memory for a sample of ``wanted`` values, rounded up to whole chunks."""
-        return torch.empty(triton.cdiv(wanted, CHUNK) * CHUNK, dtype=torch.int32, device=self.gradient.device)
 
     @property
     def _grid(self) -> tuple[int, int]:
@@ -231,4 +222,4 @@ def kth_magnitude(seen: torch.Tensor, rank: int, found: torch.Tensor) -> None:
     if len(seen) > MAX_SAMPLE_NUMEL:
         found.copy_(thresholds.round_down(torch.topk(seen, rank, sorted=False).values.amin().view(torch.float32)))
     else:
-        threshold.kth_magnitude[(1,)](seen, found, len(seen), rank, chunk=CHUNK, num_warps=CHUNK_WARPS)
+        kernels.kth_magnitude[(1,)](seen, found, len(seen), rank, chunk=CHUNK, num_warps=CHUNK_WARPS)

@@ -43,7 +43,7 @@ from anabranch.values.trace import Trace
 
 MAX_TUNING_STEPS = 1000  # tuning usually takes 45 to 120
 # Also measures and tries where little is predicted to be gained: the other contestants need a network.
-THOROUGH = TuningPolicy(min_predicted_gain=-0.05)
+THOROUGH = TuningPolicy(min_predicted_gain=-0.05, first_search_steps=100)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,9 +54,8 @@ class Settings(RaceSettings):
     compiled       computing alone, DDP, cut and uncut, and every DataParallel also under torch.compile
     sharded        FSDP2, by ``fsdp.planning.modes``
     skip           names of contestants that ``only`` cannot leave out; these are neither tuned nor compiled
-    search_steps   what each search may cost, in steps
-    hold_after     steps after which a search ends at its next decision, with the best layout so far, for which graphs
-                   are still compiled
+    search_steps   what each search may cost, and the steps after those that record in which it ends at its next
+                   decision, with the best layout so far, for which graphs are still compiled; None: as ``THOROUGH``
     """
 
     profile_steps: int = 6
@@ -67,16 +66,7 @@ class Settings(RaceSettings):
     compiled: bool = False
     sharded: Sequence[str] = ()
     skip: Sequence[str] = ()
-    search_steps: int = 100
-    hold_after: int | None = None
-
-    def __post_init__(self) -> None:
-        recorded = SETTLE_STEPS + self.profile_steps
-        if self.hold_after is not None and self.hold_after <= recorded:
-            raise ValueError(
-                f"--hold-after is {self.hold_after}: expected more than {recorded}, the steps before DataParallel "
-                "measures the network, which the other contestants need"
-            )
+    search_steps: int | None = None
 
     @property
     def parallels(self) -> dict[str, Compress]:
@@ -159,16 +149,15 @@ def tune(
 ) -> TunedModel:
     """A DataParallel on a model of its own, run until it has chosen a layout; compiled if there is a backend."""
     model, step = workload.build()
-    policy, profile_steps = replace(THOROUGH, first_search_steps=settings.search_steps), settings.profile_steps
-    if settings.hold_after is not None:  # not by hold(), after which graphs would stay cut finely
-        policy = replace(policy, max_search_steps=settings.hold_after - SETTLE_STEPS)
+    policy, limit = THOROUGH, settings.search_steps
+    if limit is not None:  # not by hold(), after which graphs would stay cut finely
+        policy = replace(policy, first_search_steps=limit, max_search_steps=settings.profile_steps + limit)
     # No cache: a benchmark measures what DataParallel finds here, and rivals need a trace and a network of today.
-    parallel = DataParallel(
-        model, compress=compress, profile_steps=profile_steps, policy=policy, cache=False, **DDP_OPTIONS
-    )
+    options = {"profile_steps": settings.profile_steps, "policy": policy, "cache": False, **DDP_OPTIONS}
+    parallel = DataParallel(model, compress=compress, **options)
     if backend is not None:
         name, step = compiled_name(name), compiled_step(step, parallel, backend)
-    progress = SearchProgress(f"{workload.name}, {name}", SETTLE_STEPS + profile_steps, say)
+    progress = SearchProgress(f"{workload.name}, {name}", SETTLE_STEPS + settings.profile_steps, say)
     while parallel.timeline is None:  # until it has chosen a layout
         step(parallel)
         if progress.step_done() == MAX_TUNING_STEPS:

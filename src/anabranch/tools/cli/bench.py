@@ -36,12 +36,9 @@ CHANNELS_LAST = Option(
     "share a GPU.",
 )
 SEARCH_STEPS = Option(
-    min=30, help="What each DataParallel's search may cost, in steps; fewer end sooner where steps are noisy and long."
-)
-HOLD_AFTER = Option(
-    min=30,
-    help="End each search after about this many steps, with the best layout found so far: for short runs. Compiled "
-    "graphs are then still cut for it, in about 25 steps.",
+    min=20,
+    help="End each DataParallel's search after about this many steps, with the best layout so far: for short runs. "
+    "Compiled graphs are then still cut for it, in about 25 steps. By default it takes what it needs.",
 )
 COMPRESS = Option(
     metavar="KIND",
@@ -77,8 +74,7 @@ def bench(
     num_batches_per_iter: Annotated[int, Option(min=1, help="Steps of a turn.")] = 10,
     num_iters: Annotated[int, Option(min=1, help="Turns of each contestant.")] = 10,
     profile_steps: Annotated[int, Option(min=1, help="Steps of each of DataParallel's own trials.")] = 6,
-    search_steps: Annotated[int, SEARCH_STEPS] = 100,
-    hold_after: Annotated[int | None, HOLD_AFTER] = None,
+    search_steps: Annotated[int | None, SEARCH_STEPS] = None,
     compress: Annotated[list[str] | None, COMPRESS] = None,
     compiled: Annotated[bool, COMPILE] = False,
     sharded: Annotated[list[str] | None, SHARDED] = None,
@@ -116,7 +112,6 @@ def bench(
         sharded=shardings,
         skip=skip or (),
         search_steps=search_steps,
-        hold_after=hold_after,
     )
     settings.check_skipped()
     device = join(backend, on_gpu=bool(model))

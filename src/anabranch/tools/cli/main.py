@@ -8,13 +8,12 @@ import typer
 from typer.main import get_command
 
 from anabranch.tools.cli.bench import bench
-from anabranch.tools.cli.compare import compare
 from anabranch.tools.cli.demo import demo
 from anabranch.tools.cli.lab import lab
 from anabranch.tools.cli.measure import measure
 from anabranch.tools.cli.memory import memory
 from anabranch.tools.cli.options import check_options
-from anabranch.tools.cli.plan import plan, simulate
+from anabranch.tools.cli.plan import compare, plan, simulate
 from anabranch.tools.cli.record import import_trace, record
 from anabranch.tools.cli.report import report
 from anabranch.tools.cli.reproduce import reproduce

@@ -1,7 +1,7 @@
 """A network described in one line, such as ring:ranks=16,alpha=50us,rate=10gbit.
 
 kind:name=value,... where times carry s, ms, us or ns, rates bit, kbit, mbit or gbit (per second), and the rest are
-plain numbers; every ``rate`` may be given as ``beta``, in seconds per byte, instead.
+plain numbers.
 """
 
 import math
@@ -94,19 +94,12 @@ class _Parts:
         return int(value)
 
     def link(self, algorithm: str, prefix: str = "") -> AlphaBeta:
-        """alpha, rate or beta, and gamma."""
-        alpha_s, rate, beta = self.time(f"{prefix}alpha"), f"{prefix}rate", f"{prefix}beta"
-        if rate in self.left and beta in self.left:
-            raise self.wrong(f"{rate} and {beta} are both given", "one of them")
-        if beta in self.left:
-            beta_s = self.number(beta)
-        else:
-            bits_per_s = self.number(rate, RATE_BIT, f"a rate in bit, kbit, mbit or gbit (per second), or {beta}")
-            if bits_per_s < 1:
-                raise self.wrong(f"{rate} is {bits_per_s:g} bit/s", "at least one bit per second")
-            beta_s = 8 / bits_per_s
-        gamma_s = self.number(f"{prefix}gamma") if f"{prefix}gamma" in self.left else 0.0
-        return AlphaBeta(algorithm, alpha_s, beta_s, gamma_s)  # type: ignore[arg-type]  # one of our own literals
+        """alpha and rate."""
+        alpha_s, rate = self.time(f"{prefix}alpha"), f"{prefix}rate"
+        bits_per_s = self.number(rate, RATE_BIT, "a rate in bit, kbit, mbit or gbit (per second)")
+        if bits_per_s < 1:
+            raise self.wrong(f"{rate} is {bits_per_s:g} bit/s", "at least one bit per second")
+        return AlphaBeta(algorithm, alpha_s, 8 / bits_per_s, 0.0)  # type: ignore[arg-type]  # one of our own literals
 
     def contention(self) -> dict[str, Any]:
         """eta and link_cap, which every kind may have; ValueError if any other part is left."""

@@ -33,6 +33,7 @@ RETIRED: Mapping[str, Mapping[str, str]] = {
     "bench": {
         "--batch-size": "give the batch with the model, as in --model resnet50:32",
         "--bucket-sizes": "DDP runs with buckets of 1, 5, 10, 50 and 100 MiB; choose some by --only 'DDP, 10 MiB'",
+        "--hold-after": "--search-steps ends a search, too: give the steps after those that record backward",
         "--lanes": "plans with 2 and 4 lanes run; choose one by --only 'lanes (2)'",
         "--own-caches": "give a run with few contestants (--only, --skip) an empty folder as TORCHINDUCTOR_CACHE_DIR",
         "--title": "write your own first line into the file of --report",

@@ -29,8 +29,6 @@ class Cluster:
         object.__setattr__(self, "rates_bit_s", tuple(self.rates_bit_s))
         if not 1 <= self.hosts <= MAX_HOSTS:
             raise ValueError(f"the lab has {self.hosts} hosts: expected 1 to {MAX_HOSTS}")
-        if self.ranks_per_host < 1:
-            raise ValueError(f"the lab has {self.ranks_per_host} ranks per host: expected at least 1")
         for rate in self.rates_bit_s:
             if rate is not None and not self.emulated and not SLOWEST_BIT_S <= rate <= FASTEST_BIT_S:
                 expected = f"{rate_text(SLOWEST_BIT_S)} to {rate_text(FASTEST_BIT_S)}, the range of the kernel's shaper"

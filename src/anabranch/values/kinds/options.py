@@ -41,6 +41,7 @@ class Quantised:
 
 
 MAX_CAPACITY_FACTOR = 1e6
+A_SHARE = "a share of the elements in (0, 1]"
 
 
 @dataclass(frozen=True)
@@ -75,28 +76,21 @@ class OkTopk:
     exact: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("density", "start_density"):
-            value = getattr(self, name)
-            free = "auto" if name == "density" else None
-            if value != free and not (
-                isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= 1
-            ):
-                raise ValueError(f"OkTopk {name} is {value!r}: expected a share of the elements in (0, 1], or {free!r}")
+        self._check("density", self.density == "auto" or _is_share(self.density), f"{A_SHARE}, or 'auto'")
+        self._check("start_density", self.start_density is None or _is_share(self.start_density), f"{A_SHARE}, or None")
         for name, least in (("warmup_steps", 0), ("decay_steps", 1), ("threshold_period", 1), ("region_period", 1)):
-            if type(getattr(self, name)) is not int or getattr(self, name) < least:
-                raise ValueError(f"OkTopk {name} is {getattr(self, name)!r}: expected a whole number from {least} on")
-        if not isinstance(self.wire, str) or self.wire not in WIRES:
-            raise ValueError(f"OkTopk wire is {self.wire!r}: expected one of {', '.join(WIRES)}")
-        if not _is_real(self.momentum) or not 0 <= self.momentum < 1:
-            raise ValueError(f"OkTopk momentum is {self.momentum!r}: expected a number from 0 to below 1")
-        if not _is_real(self.capacity_factor) or not 1 <= self.capacity_factor <= MAX_CAPACITY_FACTOR:
-            most = MAX_CAPACITY_FACTOR
-            raise ValueError(
-                f"OkTopk capacity_factor is {self.capacity_factor!r}: expected a number from 1 to {most:g}"
-            )
+            value = getattr(self, name)
+            self._check(name, type(value) is int and value >= least, f"a whole number from {least} on")
+        self._check("wire", isinstance(self.wire, str) and self.wire in WIRES, f"one of {', '.join(WIRES)}")
+        self._check("momentum", _is_real(self.momentum) and 0 <= self.momentum < 1, "a number from 0 to below 1")
+        fits = _is_real(self.capacity_factor) and 1 <= self.capacity_factor <= MAX_CAPACITY_FACTOR
+        self._check("capacity_factor", fits, f"a number from 1 to {MAX_CAPACITY_FACTOR:g}")
         for name in ("deterministic", "exact"):
-            if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"OkTopk {name} is {getattr(self, name)!r}: expected True or False")
+            self._check(name, isinstance(getattr(self, name), bool), "True or False")
+
+    def _check(self, name: str, fits: bool, expected: str) -> None:
+        if not fits:
+            raise ValueError(f"OkTopk {name} is {getattr(self, name)!r}: expected {expected}")
 
     def density_at(self, step: int, density: float) -> float:
         """The density of sparse step ``step``, counted after warm-up: falls from ``start_density`` to ``density``."""
@@ -137,6 +131,10 @@ class Auto:
         if self.at_least is not None:
             allowed = [kind for kind in allowed if error_of(kind) <= error_of(self.at_least)]
         object.__setattr__(self, "kinds", tuple(allowed))
+
+
+def _is_share(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= 1
 
 
 def _is_real(value: object) -> bool:

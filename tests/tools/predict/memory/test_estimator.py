@@ -3,12 +3,13 @@
 import doctest
 from collections.abc import Callable
 
+import pytest
 import torch
 from torch import nn
 
-from anabranch.planning.memory import Setting
+from anabranch.planning.memory import Setting, StepProfile
 from anabranch.tools.predict.memory import estimator
-from anabranch.tools.predict.memory.estimator import MemoryEstimator
+from anabranch.tools.predict.memory.estimator import ActivationMode, MemoryEstimator
 from anabranch.tools.predict.memory.fitting import largest_batches
 from anabranch.tools.predict.memory.probe import Build, Loss, probe
 from anabranch.tools.predict.memory.training_modes import DEFAULT_MODES, predict
@@ -42,12 +43,17 @@ def test_each_batch_is_probed_once() -> None:
     assert largest > 0 and len(looks) == len(set(looks))
 
 
-def test_only_lean_modes_keep_activations_otherwise() -> None:
+def test_only_lean_modes_keep_activations_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
     found = MemoryEstimator(images, sgd, "recompute")
-    again, kept = (one.footprints(4, Setting()) for one in (found, MemoryEstimator(images, sgd)))
-    assert {mode for mode in DEFAULT_MODES if again[mode] != kept[mode]} == {
-        mode for mode in DEFAULT_MODES if mode.startswith("lean")
-    }
+    profile, asked = found._profile, list[str]()
+
+    def spied(batch: int, activations: ActivationMode) -> StepProfile:
+        asked.append(activations)
+        return profile(batch, activations)
+
+    monkeypatch.setattr(found, "_profile", spied)
+    found.footprints(4, Setting())
+    assert asked == ["recompute" if mode.startswith("lean") else "keep" for mode in DEFAULT_MODES]
 
 
 def test_strategies_that_do_not_fit_are_left_out() -> None:

@@ -1,7 +1,7 @@
 """The same training step at many world sizes, on a network and at the lower and upper end of its costs."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from functools import cache, partial
 from typing import NamedTuple
 
 from anabranch.planning.simulator import finish_s
@@ -53,7 +53,7 @@ def sweep(
     """
     if scaling not in ("weak", "strong"):
         raise ValueError(f"scaling is {scaling!r}: expected 'weak' or 'strong'")
-    alone_s = trace.forward_s + trace.backward_s
+    alone_s, scaled = trace.forward_s + trace.backward_s, cache(trace.scaled)
     planned = {name: partial(_planned, planner, error_of) for name, planner in planners.items()}
     strategies: dict[str, Runner] = {**planned, **(runners or {})}
     for world_size in world_sizes:
@@ -62,7 +62,7 @@ def sweep(
             networks = [pricing(other) for other in networks]
         for name, run in strategies.items():
             total = (batches or {}).get(name, 1.0)  # of all ranks (strong) or of each (weak), in recorded batches
-            here = trace.scaled(total / world_size if scaling == "strong" else total)
+            here = scaled(total / world_size if scaling == "strong" else total)
             buckets, lanes, steps, error = run(here, networks)
             done = total if scaling == "strong" else total * world_size  # recorded batches per step, by all ranks
             speedup = done * alone_s / steps[0] if steps[0] else float(world_size)

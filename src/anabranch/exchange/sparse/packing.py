@@ -12,7 +12,7 @@ because scales belong to positions. Sums and products must not be fused: launch 
 import triton
 import triton.language as tl
 
-from anabranch.exchange.sparse.kernels.message import MAGNITUDE, SIZES, load_pairs, store_pairs
+from anabranch.exchange.sparse.kernels import MAGNITUDE, SIZES, load_pairs, store_pairs
 from anabranch.values.kinds import formats
 from anabranch.values.kinds.names import INT8
 

@@ -1,21 +1,136 @@
-"""The passes of one step of a bucket, in Triton: each is the kernel of a function in ``select.py`` or ``phases.py``."""
+"""Selection in Triton kernels: what ``select.py`` does in torch operations, in a few launches for buckets on a GPU.
+
+    reset                               empty rows: heads 0, pairs −1
+    sample, sample_sums, kth_magnitude  a sample's magnitudes, and the k-th largest of them
+    offer                               pack what of gradient + residual passes the threshold, by region
+    add, collect, select_sums           add what arrived; list each position's sum once; pack the sums that pass
+    accumulate, apply                   residual += gradient, gradient = 0; scatter what is applied into the gradient
+    subtract_applied                    subtract what this rank offered and is applied from its residual
+    keep_rounding_error                 add the rounding error of an owner's sums to its residual
+    record_step                         counts, thresholds and the next bias
+
+Where values are rounded, ``packing.py`` makes messages of fewer bytes from rows, and rows from these.
+
+A row is a head of two int32 (a count, negative if poisoned, and a float32), then pairs: what a message in float32 is.
+Kernels that select count in the head itself. A float32's bits without the sign sort as its magnitude
+does, so magnitudes are compared as integers: zeros, subnormals and infinities need no special case.
+``triton_exchange.py`` launches these kernels.
+"""
 
 import triton
 import triton.language as tl
 
-from anabranch.exchange.sparse.kernels.message import (
-    MAGNITUDE,
-    SIGN,
-    SIZES,
-    SUMMABLE_BELOW,
-    least_count,
-    load_pairs,
-    reserve_slots,
-    store_pairs,
-    valid_pairs,
-)
+from anabranch.exchange.sparse import thresholds
 
+MAGNITUDE = tl.constexpr(2**31 - 1)  # all bits but the sign
+SUMMABLE_BELOW = tl.constexpr(0x757FFFFF)  # the bits of dense.SUMMABLE_BELOW
+SIGN = tl.constexpr(-(2**31))
+GOLDEN = tl.constexpr(thresholds.GOLDEN)
+LOW_BITS = tl.constexpr(thresholds.LOW_BITS)
+LANE_COUNTS = tl.constexpr(1024)  # each of a lane's three counters has ten bits
 GROUP = tl.constexpr(16)  # elements whose results are the bits of one word
+# Arguments that kernels are not specialised for: one compilation serves all sizes.
+SIZES = ["numel", "ranks", "rank", "capacity", "row_words", "wanted", "shift", "chunks", "groups", "group_bits"]
+
+
+@triton.jit
+def store_pairs(pairs, row, slot, bits, position, mask, capacity):
+    """Store pairs; ``pairs`` is the rows' memory as int64."""
+    low = bits.to(tl.uint32, bitcast=True).to(tl.int64)
+    tl.store(pairs + row * (capacity + 1) + 1 + slot, (position.to(tl.int64) << 32) | low, mask=mask)
+
+
+@triton.jit
+def load_pairs(pairs, row, slot, capacity):
+    """Bits and positions (−1: unused) of a row's slots; slots beyond the capacity read as unused."""
+    word = tl.load(pairs + row * (capacity + 1) + 1 + slot, mask=slot < capacity, other=-1)
+    return (word & 0xFFFFFFFF).to(tl.uint32).to(tl.int32, bitcast=True), (word >> 32).to(tl.int32)
+
+
+@triton.jit
+def reserve_slots(counter, counts):
+    """Reserve ``counts`` slots for each lane, in one atomic operation: for each lane the slot after its last."""
+    before = tl.atomic_add(counter, tl.sum(counts), sem="relaxed") & MAGNITUDE  # without the sign of a poisoned head
+    return before + tl.cumsum(counts, 0)
+
+
+@triton.jit
+def least_count(heads, ranks, row_words, rows: tl.constexpr):
+    """The smallest of the rows' counts: negative if any is poisoned."""
+    row = tl.arange(0, rows)
+    return tl.min(tl.load(heads + row.to(tl.int64) * row_words, mask=row < ranks, other=0))
+
+
+@triton.jit
+def valid_pairs(heads, position, ranks, row_words, rows: tl.constexpr):
+    """Which slots hold a valid pair: those in use, and none if any row is poisoned."""
+    return tl.where(least_count(heads, ranks, row_words, rows) < 0, -1, position) >= 0
+
+
+@triton.jit(do_not_specialize=SIZES)
+def reset(words, counter, row_words, block: tl.constexpr):
+    """Empty rows: heads 0 and pairs −1; ``counter`` ← 0."""
+    at = tl.program_id(0) * block + tl.arange(0, block)
+    row = tl.program_id(1)
+    tl.store(words + row.to(tl.int64) * row_words + at, tl.where(at < 2, 0, -1), mask=at < row_words)
+    if (row == 0) & (tl.program_id(0) == 0):
+        tl.store(counter, 0)
+
+
+@triton.jit
+def sample_position(at, shift, numel, every: tl.constexpr):
+    """The position in a bucket of sample ``at``, as in ``thresholds.sample_positions``."""
+    if every:
+        return at
+    else:  # noqa: RET505 (Triton compiles one of the two, and would go on after the first)
+        turn = (at * GOLDEN + shift) & MAGNITUDE
+        return ((turn * (numel >> 16)) >> 15) + ((turn * (numel & 0xFFFF)) >> 31)
+
+
+@triton.jit(do_not_specialize=SIZES)
+def sample(gradient, residual, seen, shift, numel, wanted, every: tl.constexpr, block: tl.constexpr):
+    """Magnitudes (bits) of gradient + residual at ``wanted`` positions, then zeros up to the end of ``seen``."""
+    at = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
+    position = sample_position(at, shift, numel, every)
+    inside = at < wanted
+    total = tl.load(residual + position, mask=inside, other=0.0) + tl.load(gradient + position, mask=inside, other=0.0)
+    tl.store(seen + at, total.to(tl.int32, bitcast=True) & MAGNITUDE)
+
+
+@triton.jit(do_not_specialize=SIZES)
+def sample_sums(sums, counter, seen, shift, numel, wanted, every: tl.constexpr, block: tl.constexpr):
+    """Magnitudes (bits) of a list of sums (bits), of whose ``numel`` slots ``counter`` are used."""
+    at = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
+    position = sample_position(at, shift, numel, every)
+    inside = at < wanted
+    bits = tl.load(sums + position, mask=inside & (position < tl.load(counter)), other=0)
+    tl.store(seen + at, bits & MAGNITUDE)
+
+
+@triton.jit(do_not_specialize=SIZES)
+def kth_magnitude(seen, found, wanted, rank, chunk: tl.constexpr):
+    """The ``rank``-th largest of ``wanted`` magnitudes, rounded down: the largest t that ``rank`` of them reach.
+
+    t is found two bits at a time, down to the lowest bit that thresholds have. ``wanted`` is a multiple of ``chunk``,
+    so that loads need no mask and are wide. One program does it all: another launch would cost more than the other
+    multiprocessors could save.
+    """
+    lane = tl.arange(0, chunk)
+    result = tl.full((), 0, tl.uint32)
+    unit = tl.full((), 1 << 30, tl.uint32)
+    for _ in range((32 - LOW_BITS) // 2):
+        counts = tl.zeros([chunk], tl.int32)
+        for start in range(0, wanted, chunk):
+            size = tl.load(seen + start + lane).to(tl.uint32, bitcast=True)
+            counts += (size >= result + unit).to(tl.int32)
+            counts += (size >= result + unit + unit).to(tl.int32) * LANE_COUNTS
+            counts += (size >= result + unit + unit + unit).to(tl.int32) * (LANE_COUNTS * LANE_COUNTS)
+        one = tl.sum(counts % LANE_COUNTS) >= rank
+        two = tl.sum(counts // LANE_COUNTS % LANE_COUNTS) >= rank
+        three = tl.sum(counts // (LANE_COUNTS * LANE_COUNTS)) >= rank
+        result += tl.where(three, unit + unit + unit, tl.where(two, unit + unit, tl.where(one, unit, unit - unit)))
+        unit = unit >> 2
+    tl.store(found, result.to(tl.float32, bitcast=True))
 
 
 @triton.jit
@@ -198,10 +313,8 @@ def keep_rounding_error(
 
 
 @triton.jit(do_not_specialize=SIZES)
-def record_step(
-    heads, sent, threshold_bias, threshold, offered, applied, rank, memory, ranks, row_words, rows: tl.constexpr
-):
-    """Record a finished step, as ``phases.record_step`` does."""
+def record_step(heads, sent, threshold_bias, offered, applied, rank, memory, ranks, row_words, rows: tl.constexpr):
+    """Record a finished step, as ``BucketState.record_step`` does."""
     row = tl.arange(0, rows)
     inside = row < ranks
     at = row.to(tl.int64) * row_words
@@ -214,6 +327,5 @@ def record_step(
     moves = (tl.sum((votes & (row == rank)).to(tl.int32)) > 0) & (tl.min(counts) >= 0)
     old = tl.load(threshold_bias)
     tl.store(threshold_bias, tl.where(moves, memory * old + (1 - memory) * (mean - own), old))
-    tl.store(threshold, tl.exp(tl.sum(logs) / ranks))
     tl.store(applied, tl.sum(tl.maximum(counts, 0)))
     tl.store(offered, tl.sum(tl.load(sent + at, mask=inside, other=0) & MAGNITUDE))
