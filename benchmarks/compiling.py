@@ -1,6 +1,6 @@
 """What cuts cost: seconds of compiling and of computing one model whole, cut for DDP, for a plan, and finely; Markdown.
 
-python benchmarks/compiling.py resnet50 [--batch N] [--channels-last] [--caches FOLDER]
+python benchmarks/compiling.py resnet50 [--batch N] [--caches FOLDER]
 
 The model is one of the zoo, or module:function, where function(batch, device) returns a model and its loss. All ways
 compile side by side, each in a process with empty caches; when all have compiled, each is timed alone. With --caches
@@ -49,14 +49,11 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("model")
     parser.add_argument("--batch", type=int)
-    parser.add_argument("--channels-last", action="store_true", help="weights and images; for a model of the zoo")
     parser.add_argument("--caches")
     parser.add_argument("--way", choices=WAYS)
     given = parser.parse_args()
-    if given.channels_last and ":" in given.model:
-        parser.error(f"--channels-last and {given.model}: let the function return its model in this format")
     if given.way is not None:
-        print(json.dumps(compiled(given.model, given.batch, given.way, given.channels_last)))
+        print(json.dumps(compiled(given.model, given.batch, given.way)))
         return
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended from outside"))  # and ends its processes
     with TemporaryDirectory(prefix="anabranch-compiling-") as folder, ThreadPoolExecutor(len(WAYS)) as threads:
@@ -75,7 +72,7 @@ def main() -> None:
                 shutil.copytree(
                     f"{folder}/{way}", given.caches, dirs_exist_ok=True, ignore=shutil.ignore_patterns("triton")
                 )
-    report(f"{given.model}, channels_last" if given.channels_last else given.model, given.batch, found)
+    report(given.model, given.batch, found)
 
 
 def _start(way: str, caches: str) -> "subprocess.Popen[str]":
@@ -107,7 +104,7 @@ def _timed(way: str, process: "subprocess.Popen[str]") -> dict[str, float]:
     return found
 
 
-def compiled(model: str, batch: int | None, way: str, channels_last: bool) -> dict[str, float]:
+def compiled(model: str, batch: int | None, way: str) -> dict[str, float]:
     """Compile a model in one of these ways; parts, seconds of the first step, and of a later one."""
     from anabranch.ddp.compiled.graphs import CompiledGraphs
     from anabranch.ddp.reducer import compiled_as_ddp
@@ -119,7 +116,7 @@ def compiled(model: str, batch: int | None, way: str, channels_last: bool) -> di
     if ":" in model:
         net, loss = load_function(model, "module:function")(batch or 8, device)
     else:
-        net, loss = model_and_loss(model, device, batch, channels_last)
+        net, loss = model_and_loss(model, device, batch)
     start_compiler(device)
     wrapper, backend = Wrapper(), CountingBackend()
     if way in ("plan", "fine"):

@@ -272,7 +272,7 @@ class _World:
             kinds=tuple(given["options"]["kinds"]),
             supports=lambda *_: True,
             use_plan=lambda _: None,
-            probe=lambda _: None,
+            family=lambda _: SimpleNamespace(probe=lambda _: None),
             close=lambda: None,
         )
 

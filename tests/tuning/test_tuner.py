@@ -206,8 +206,8 @@ def lanes_tried(rank: int, start_s: float, s_per_byte: float, eta: float) -> lis
 
 
 def lanes_tried_by_network(rank: int) -> list[list[int]]:
-    """Where two messages at once pay, and on a link that one message fills."""
-    return [lanes_tried(rank, 1e-3, 1e-7, 0.0), lanes_tried(rank, 1e-7, 1e-6, 1.0)]
+    """Where two messages at once pay, however long computing takes, and on a link that one message fills."""
+    return [lanes_tried(rank, 0.1, 1e-5, 0.0), lanes_tried(rank, 1e-7, 1e-6, 1.0)]
 
 
 def test_lanes_are_tried_where_they_are_predicted_to_pay() -> None:

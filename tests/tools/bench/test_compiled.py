@@ -11,8 +11,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from anabranch.tools.bench import compiled as compiled_bench
-from anabranch.tools.bench.compiled import UNCUT, CountingBackend, compiled_references, compiled_step, start_compiler
-from anabranch.tools.bench.run import Settings, compiled_reference_names, run
+from anabranch.tools.bench.compiled import CountingBackend, compiled_references, compiled_step, start_compiler
+from anabranch.tools.bench.run import Settings, run
 from anabranch.tools.bench.workload import Workload
 from anabranch.tools.bench.zoo import Step
 from anabranch.tools.report.documents import BASELINE, COMPUTE, OURS
@@ -35,10 +35,9 @@ def benchmark(rank: int) -> dict[str, Any]:
     """A short benchmark with torch's fastest compiler."""
     warnings.simplefilter("ignore")
     compiled_bench.BACKEND = "aot_eager"
-    skip = (f"{OURS}, int8",)
     settings = Settings(
         iters=2, batches=2, warmup=1, profile_steps=2, sizes_mib=(), lanes=(), compress=("int8",),
-        only=("nothing else",), compiled=True, skip=skip,
+        only=("nothing else",), compiled=True,
     )  # fmt: skip
     said: list[str] = []
     found = run(Workload("net", 8, "img", torch.device("cpu"), build), settings, said.append)
@@ -57,31 +56,13 @@ def test_compiled_twins_run_beside_the_others() -> None:
             assert {name, f"{name}, compiled"} <= set(answer["names"])
             assert name not in answer["compile_s"]
         assert f"{OURS}, int8, compiled" in answer["names"]
-        assert f"{OURS}, int8" not in answer["names"], "it was skipped"
         assert len(answer["compile_s"]["compute only, compiled"]) == len(answer["compile_s"]["DDP, compiled"]) == 1
         assert all(1 <= len(answer["compile_s"][f"{name}, compiled"]) <= 2 for name in (OURS, f"{OURS}, int8"))
         assert answer["explained"].count("Compiled: 1 graph in") == 2
         assert "one graph serves several modules" not in answer["explained"]
         chosen = [line for line in answer["said"] if "chosen in" in line]
-        assert ["s compiling" in line for line in chosen] == [False, True, True]
+        assert ["s compiling" in line for line in chosen] == [False, False, True, True]
         assert sum("Compiled: 1 graph in" in line for line in answer["said"]) == 2
-
-
-def test_what_others_need_or_does_not_run_cannot_be_skipped() -> None:
-    for name in ("DDP", "DataParallel", "DataParallel, int4", "DDP, compile"):
-        settings = Settings(compress=("int8",), compiled=True, skip=(name,))
-        with pytest.raises(ValueError, match=f"--skip is '{name}': expected 'DataParallel, int8', 'compute only, comp"):
-            settings.check_skipped()
-    Settings(compress=("int8",), compiled=True, skip=("DDP, compiled", "DataParallel, int8")).check_skipped()
-
-
-def test_an_uncut_ddp_is_raced_unless_it_is_left_out() -> None:
-    every = [COMPUTE, BASELINE, UNCUT]
-    assert compiled_reference_names(Settings(compiled=True)) == every
-    assert compiled_reference_names(Settings(compiled=True, only=("uncut",))) == every
-    assert compiled_reference_names(Settings(compiled=True, only=("nothing",))) == every[:2]
-    assert compiled_reference_names(Settings(compiled=True, skip=("DDP, uncut, compiled",))) == every[:2]
-    Settings(compiled=True, skip=("DDP, uncut, compiled",)).check_skipped()
 
 
 def references(rank: int) -> dict[str, list[int]]:
@@ -92,7 +73,7 @@ def references(rank: int) -> dict[str, list[int]]:
     backends: dict[str, CountingBackend] = defaultdict(CountingBackend)
     workload = Workload("net", 8, "img", torch.device("cpu"), build)
     graphs = {}
-    for contestant in compiled_references(workload, backends, [COMPUTE, BASELINE, UNCUT]):
+    for contestant in compiled_references(workload, backends):
         with contestant.enter() as run_step:
             graphs[contestant.name] = [(run_step(), backends[contestant.name].graphs)[1] for _ in range(2)]
     return graphs
@@ -117,9 +98,9 @@ def compiled(rank: int) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_only_the_uncut_ddp_is_compiled_in_one_part_and_every_contestant_of_a_class_is_compiled() -> None:
+def test_ddp_is_compiled_in_parts_and_every_contestant_of_a_class_is_compiled() -> None:
     for found in on_ranks(compiled, 2, timeout_s=100):
         graphs = found["references"]
-        assert graphs["compute only, compiled"] == graphs["DDP, uncut, compiled"] == [1, 1]
+        assert graphs["compute only, compiled"] == [1, 1]
         assert graphs["DDP, compiled"] == [2, 2]
         assert min(found["many"]) == max(found["many"]) > 0

@@ -94,11 +94,6 @@ def test_seeds_differ_and_leave_torchs_own_generator_alone() -> None:
     assert one is not None and other is not None and not torch.equal(one, other)
 
 
-def test_a_name_that_no_module_can_have_is_refused() -> None:
-    for names in (("a", "a.b"), ("forward",), ("x.training",)):
-        with pytest.raises(ValueError, match="cannot be a parameter"):
-            ReplayedModel(ab.Trace(tuple(ab.TensorSpec(name, 1, 4, 0.0) for name in names), 0.0))
-
 
 def test_an_unknown_width_is_refused() -> None:
     with pytest.raises(ValueError, match="elements of 3 bytes: expected one of 2, 4, 8"):

@@ -16,7 +16,7 @@ import anabranch as ab
 from anabranch.tools.bench import run as bench_run
 from anabranch.tools.bench.contestants import ALL_REDUCE, ddp_contestants, planned_contestants, reference_contestants
 from anabranch.tools.bench.workload import replay_workload, zoo_workload
-from anabranch.tools.bench.zoo import Step, model_and_loss
+from anabranch.tools.bench.zoo import Step
 from anabranch.tools.report.documents import BASELINE as DDP
 from anabranch.tools.report.documents import COMPUTE
 from anabranch.tools.report.documents import OURS as AUTO
@@ -230,22 +230,11 @@ def small_resnet(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("small_resnet")
-@pytest.mark.parametrize("channels_last", [False, True])
-def test_weights_images_and_gradients_are_in_the_layout_that_the_title_names(channels_last: bool) -> None:
-    workload = zoo_workload("resnet50:2", torch.device("cpu"), channels_last=channels_last)
-    assert workload.name == ("resnet50, channels_last" if channels_last else "resnet50")
+def test_a_model_of_images_gets_its_batch() -> None:
+    workload = zoo_workload("resnet50:2", torch.device("cpu"))
     for _ in range(2):  # every contestant builds a model of its own
         model, step = workload.build()
         assert isinstance(model, Convolutional)
         step(model)
-        for tensor in (model.conv.weight, model.conv.weight.grad, model.images):
-            assert tensor is not None
-            assert tensor.is_contiguous(memory_format=torch.channels_last) == channels_last
-            assert tensor.is_contiguous() != channels_last
-
-
-def test_sequences_have_no_channels() -> None:
-    cpu = torch.device("cpu")
-    for make in (lambda: zoo_workload("gpt2:4", cpu, channels_last=True), lambda: model_and_loss("gpt2", cpu, 1, True)):
-        with pytest.raises(ValueError, match="channels_last and gpt2: a sequence has no channels; give a model of im"):
-            make()
+        assert model.images is not None and model.images.shape == (2, 3, 224, 224)
+        assert model.conv.weight.grad is not None

@@ -37,15 +37,6 @@ WRONG_VALUES = [
     (["--trace", "resnet50", "--sharded", "fsdp2"], "--sharded and --trace resnet50: a replayed trace sleeps"),
     (["--model", "resnet50", "--sharded", "fsdp1"], "--sharded is 'fsdp1': expected one of fsdp2, fsdp2:reshard"),
     (["--trace", "resnet50", "--compile"], "--compile and --trace resnet50: a replayed trace sleeps"),
-    (["--trace", "resnet50", "--channels-last"], "give --model, or leave --channels-last out"),
-    (
-        ["--model", "resnet50", "--skip", "DDP"],
-        "--skip is 'DDP': expected nothing, without --compress and --compile",
-    ),
-    (
-        ["--model", "resnet50", "--compress", "int8", "--skip", "int8"],
-        "--skip is 'int8': expected 'DataParallel, int8'",
-    ),
     (["--trace", "resnet50", "--report", "/nowhere/report.md"], "/nowhere: no such folder"),
     (["--trace", "nonsense"], "nonsense: no such file, and no trace of this name"),
     (["--model", "resnet50", "--backend", "mpi"], "'mpi' is not one of 'gloo', 'nccl'"),

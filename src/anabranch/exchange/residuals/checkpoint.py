@@ -92,9 +92,8 @@ def _check_boundaries(field: str, found: Any, numel: int, world_size: int) -> No
     widest = widest_numel(numel, world_size)
     is_list = isinstance(found, list | tuple) and len(found) == world_size + 1 and all(type(b) is int for b in found)
     if not is_list or (found[0], found[-1]) != (0, numel) or any(not 0 <= b - a <= widest for a, b in pairwise(found)):
-        expected = (
-            f"{world_size + 1} whole numbers from 0 to {numel} that do not fall, and rise by at most {widest} each"
-        )
+        rise = f"from 0 to {numel} that do not fall, and rise by at most {widest} each"
+        expected = f"{world_size + 1} whole numbers, for {world_size} ranks, {rise}"
         raise refused(field, found, expected)
 
 

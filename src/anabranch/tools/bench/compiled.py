@@ -4,8 +4,7 @@ torch keeps compiled graphs by the code of a model's forward and by their backen
 backend share graphs: DDP would run those of the model alone, which are not cut, and nothing would overlap.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from time import perf_counter
@@ -21,7 +20,6 @@ from anabranch.tools.bench.zoo import Step
 from anabranch.tools.report.documents import BASELINE, COMPILED, COMPUTE
 
 BACKEND = "inductor"
-UNCUT = f"{BASELINE}, uncut"  # as where graphs of the model were compiled before it was wrapped: nothing overlaps
 MOST_CONTESTANTS = 256  # under torch.compile in one process; torch's own limit is 8 for one function
 
 
@@ -43,18 +41,16 @@ def compiled_name(name: str) -> str:
     return f"{name}{COMPILED}"
 
 
-def compiled_step(step: Step, wrapped: nn.Module, backend: CountingBackend, cut: bool = True) -> Step:
+def compiled_step(step: Step, wrapped: nn.Module, backend: CountingBackend) -> Step:
     """The step, always through this module, compiled; those in which torch compiles are timed.
 
-    The whole step counts: torch traces before it calls the backend, and compiles backward when that first runs. Without
-    ``cut`` torch cuts no graph of a DDP.
+    The whole step counts: torch traces before it calls the backend, and compiles backward when that first runs.
     """
     called = cast(nn.Module, torch.compile(wrapped, backend=backend))
 
     def run(_: nn.Module) -> None:
         before, began_s = backend.graphs, perf_counter()
-        with nullcontext() if cut else torch._dynamo.config.patch(optimize_ddp=False):
-            step(called)
+        step(called)
         if backend.graphs > before:
             backend.steps_s.append(perf_counter() - began_s)
 
@@ -73,14 +69,12 @@ def start_compiler(device: torch.device) -> None:
     torch.compile(lambda x: x + 1, backend=BACKEND)(torch.zeros(1, device=device))
 
 
-def compiled_references(
-    workload: Workload, backends: Mapping[str, CountingBackend], names: Sequence[str]
-) -> list[Contestant]:
-    """Computing alone, stock DDP and DDP uncut, compiled, as named; each keeps its model between its turns."""
+def compiled_references(workload: Workload, backends: Mapping[str, CountingBackend]) -> list[Contestant]:
+    """Computing alone and stock DDP, compiled; each keeps its model between its turns."""
     found = []
-    for name in names:
+    for name in (COMPUTE, BASELINE):
         model, step = workload.build()
         wrapped = model if name == COMPUTE else DistributedDataParallel(model, **DDP_OPTIONS)
-        run = compiled_step(step, wrapped, backends[compiled_name(name)], cut=name != UNCUT)
+        run = compiled_step(step, wrapped, backends[compiled_name(name)])
         found.append(Contestant.ready(compiled_name(name), partial(run, wrapped)))
     return found

@@ -5,20 +5,16 @@ from statistics import median
 from time import monotonic
 
 INTERVAL_S = 15.0  # between two lines of a search
-USUAL_TRIALS = 6  # of a search; how many it really needs depends on the predicted gains and on the noise of steps
 
 Say = Callable[[str], None]
 Clock = Callable[[], float]
 
 
 class SearchProgress:
-    """The progress of one DataParallel that profiles, plans, tries and chooses; ``step_done`` after every step.
+    """The progress of one DataParallel that profiles, plans, tries and chooses; ``step_done`` after every step."""
 
-    ``trial_steps`` is the length of a trial with the steps in which its layout settles.
-    """
-
-    def __init__(self, name: str, trial_steps: int, say: Say, clock: Clock = monotonic) -> None:
-        self._name, self._usual, self._say, self._clock = name, USUAL_TRIALS * trial_steps, say, clock
+    def __init__(self, name: str, say: Say, clock: Clock = monotonic) -> None:
+        self._name, self._say, self._clock = name, say, clock
         self._begun_s = self._last_line_at_s = clock()
         self._steps = 0
 
@@ -27,8 +23,7 @@ class SearchProgress:
         self._steps, now_s = self._steps + 1, self._clock()
         if now_s - self._last_line_at_s >= INTERVAL_S:
             self._last_line_at_s = now_s
-            took_s = now_s - self._begun_s
-            self._say(f"{self._name}: choosing, {self._steps} of usually {self._usual} steps in {took_s:.0f} s")
+            self._say(f"{self._name}: choosing, {self._steps} steps in {now_s - self._begun_s:.0f} s")
         return self._steps
 
     def chosen(self, step_s: float, compile_s: Sequence[float] = ()) -> None:
@@ -65,9 +60,4 @@ class RaceProgress:
         else:
             return
         left_s = (self._clock() - self._begun_s) / turns * (self._contestants * self._rounds - turns)
-        self._say(f"{self._name}: round {number + 1} of {self._rounds}{what}; {time_left(left_s)}")
-
-
-def time_left(left_s: float) -> str:
-    """about 40 s left; in minutes where it is long."""
-    return f"about {left_s:.0f} s left" if left_s < 120 else f"about {left_s / 60:.0f} min left"
+        self._say(f"{self._name}: round {number + 1} of {self._rounds}{what}; about {left_s:.0f} s left")

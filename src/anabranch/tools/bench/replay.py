@@ -86,14 +86,11 @@ class _Layer(torch.autograd.Function):
 def _register(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
     """Register a parameter under a dotted name, making the modules on the way."""
     *path, last = name.split(".")
-    try:
-        for part in path:
-            if part not in module._modules:
-                module.add_module(part, nn.Module())
-            module = module.get_submodule(part)
-        module.register_parameter(last, parameter)
-    except KeyError as error:
-        raise ValueError(f"the gradient {name!r} cannot be a parameter of a module: {error.args[0]}") from error
+    for part in path:
+        if part not in module._modules:
+            module.add_module(part, nn.Module())
+        module = module.get_submodule(part)
+    module.register_parameter(last, parameter)
 
 
 def _sleep_until(instant_s: float) -> None:

@@ -1,7 +1,7 @@
 """Runs one benchmark: a workload on the ranks of the default process group, from tuning to the finished figures."""
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -11,7 +11,6 @@ from torch import nn
 from anabranch.exchange.compression import Compress
 from anabranch.parallel import DataParallel
 from anabranch.tools.bench.compiled import (
-    UNCUT,
     CountingBackend,
     compiled_name,
     compiled_references,
@@ -21,7 +20,6 @@ from anabranch.tools.bench.compiled import (
 from anabranch.tools.bench.compress import compression
 from anabranch.tools.bench.contestants import (
     DDP_OPTIONS,
-    SETTLE_STEPS,
     Contestant,
     ddp_contestants,
     planned_contestants,
@@ -51,9 +49,8 @@ class Settings(RaceSettings):
     """How long to measure, and which contestants.
 
     only           if given, contestants whose name contains one of these
-    compiled       computing alone, DDP, cut and uncut, and every DataParallel also under torch.compile
+    compiled       computing alone, DDP and every DataParallel also under torch.compile
     sharded        FSDP2, by ``fsdp.planning.modes``
-    skip           names of contestants that ``only`` cannot leave out; these are neither tuned nor compiled
     search_steps   what each search may cost, and the steps after those that record in which it ends at its next
                    decision, with the best layout so far, for which graphs are still compiled; None: as ``THOROUGH``
     """
@@ -65,26 +62,12 @@ class Settings(RaceSettings):
     only: Sequence[str] = ()
     compiled: bool = False
     sharded: Sequence[str] = ()
-    skip: Sequence[str] = ()
     search_steps: int | None = None
 
     @property
     def parallels(self) -> dict[str, Compress]:
         """The names of the DataParallels that can race, with their compressions."""
         return {OURS: None, **{f"{OURS}, {text}": compression(text) for text in self.compress}}
-
-    def check_skipped(self) -> None:
-        """ValueError if something is to be skipped that does not run, or that others need."""
-        ours, *compressed = self.parallels
-        twins = [compiled_name(name) for name in (COMPUTE, BASELINE, UNCUT, ours, *compressed) if self.compiled]
-        for name in self.skip:
-            if name not in (expected := [*compressed, *twins]):
-                known = ", ".join(map(repr, expected)) or "nothing, without --compress and --compile"
-                raise ValueError(f"--skip is {name!r}: expected {known}")
-
-    def wants(self, name: str, always: Collection[str]) -> bool:
-        """Whether to race this contestant: not skipped, and always, or because ``only`` is empty or matches."""
-        return name not in self.skip and (not self.only or name in always or any(part in name for part in self.only))
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,18 +98,15 @@ def run(workload: Workload, settings: Settings, say: Say, more: MoreContestants 
     if dist.get_world_size() == 1:
         raise AnabranchError("there is one rank, so nothing to send and nothing to compare: run at least two")
     say(f"{workload.name}: DataParallel profiles, measures, plans and chooses")
-    named = {name: kind for name, kind in settings.parallels.items() if name not in settings.skip}
-    ours, *compressed = (tune(workload, settings, name, kind, say) for name, kind in named.items())
+    named = settings.parallels.items()
+    ours, *compressed = (tune(workload, settings, name, kind, say) for name, kind in named)
     contestants = _contestants(workload, settings, ours, compressed, more)
     backends: dict[str, CountingBackend] = defaultdict(CountingBackend)
     twins: list[TunedModel] = []
     if settings.compiled:
         start_compiler(workload.device)
-        named = {name: kind for name, kind in settings.parallels.items() if compiled_name(name) not in settings.skip}
-        twins = [
-            tune(workload, settings, name, kind, say, backends[compiled_name(name)]) for name, kind in named.items()
-        ]
-        contestants += compiled_references(workload, backends, compiled_reference_names(settings))
+        twins = [tune(workload, settings, name, kind, say, backends[compiled_name(name)]) for name, kind in named]
+        contestants += compiled_references(workload, backends)
         contestants += [twin.contestant() for twin in twins]
     tuned = [ours, *compressed, *twins]
     benchmark = race_all(workload, settings, contestants, ours.trace, say)
@@ -157,7 +137,7 @@ def tune(
     parallel = DataParallel(model, compress=compress, **options)
     if backend is not None:
         name, step = compiled_name(name), compiled_step(step, parallel, backend)
-    progress = SearchProgress(f"{workload.name}, {name}", SETTLE_STEPS + settings.profile_steps, say)
+    progress = SearchProgress(f"{workload.name}, {name}", say)
     while parallel.timeline is None:  # until it has chosen a layout
         step(parallel)
         if progress.step_done() == MAX_TUNING_STEPS:
@@ -196,13 +176,8 @@ def _contestants(
         *planned_contestants(model, step, trace, network, settings.lanes),
     ]
     always = {COMPUTE, BASELINE, OURS, *(contestant.name for contestant in asked)}
-    return [contestant for contestant in found if settings.wants(contestant.name, always)]
-
-
-def compiled_reference_names(settings: Settings) -> list[str]:
-    """The references whose compiled twins also race."""
-    always = {compiled_name(COMPUTE), compiled_name(BASELINE)}
-    return [name for name in (COMPUTE, BASELINE, UNCUT) if settings.wants(compiled_name(name), always)]
+    wanted = settings.only or ("",)  # which is part of every name
+    return [one for one in found if one.name in always or any(part in one.name for part in wanted)]
 
 
 def _network(ours: TunedModel, compressed: Sequence[TunedModel]) -> Network:

@@ -50,14 +50,10 @@ Step = Callable[[nn.Module], None]  # runs one forward and backward through the 
 
 
 def model_and_step(
-    name: str,
-    device: torch.device,
-    autocast: torch.dtype | None = None,
-    batch: int | None = None,
-    channels_last: bool = False,
+    name: str, device: torch.device, autocast: torch.dtype | None = None, batch: int | None = None
 ) -> tuple[nn.Module, Step]:
     """A freshly initialised model in training mode, and its step; give that the model, or a wrapper around it."""
-    model, loss = model_and_loss(name, device, batch, channels_last)
+    model, loss = model_and_loss(name, device, batch)
 
     def step(called: nn.Module) -> None:
         called.zero_grad(set_to_none=True)
@@ -68,27 +64,19 @@ def model_and_step(
     return model, step
 
 
-def model_and_loss(
-    name: str, device: torch.device, batch: int | None = None, channels_last: bool = False
-) -> tuple[nn.Module, Loss]:
-    """A freshly initialised model in training mode, and its loss; on any device, also on one without data.
-
-    ``channels_last``: weights and images in this memory format; sequences have no channels.
-    """
-    check_model(name, channels_last)
+def model_and_loss(name: str, device: torch.device, batch: int | None = None) -> tuple[nn.Module, Loss]:
+    """A freshly initialised model in training mode, and its loss; on any device, also on one without data."""
+    check_model(name)
     if name in IMAGES:
-        return _image_model(name, device, batch or IMAGES[name], channels_last)
+        return _image_model(name, device, batch or IMAGES[name])
     default_batch, length = SEQUENCES[name]
     return _language_model(name, device, batch or default_batch, length)
 
 
-def check_model(name: str, channels_last: bool) -> None:
-    """ValueError if there is no such model, or none in this memory format."""
+def check_model(name: str) -> None:
+    """ValueError if there is no such model."""
     if name not in MODELS:
         raise ValueError(f"model is {name!r}: expected one of {', '.join(MODELS)}")
-    if channels_last and name not in IMAGES:
-        images = ", ".join(IMAGES)
-        raise ValueError(f"channels_last and {name}: a sequence has no channels; give a model of images ({images})")
 
 
 def build_at(name: str, batch: int) -> Callable[[torch.device], tuple[nn.Module, Loss]]:
@@ -104,7 +92,7 @@ def trace_meta(name: str, half: bool = False, batch: int | None = None) -> dict[
     return meta | {"optimizer": "none"} | ({} if length is None else {"sequence_length": length})
 
 
-def _image_model(name: str, device: torch.device, batch: int, channels_last: bool) -> tuple[nn.Module, Loss]:
+def _image_model(name: str, device: torch.device, batch: int) -> tuple[nn.Module, Loss]:
     make = _imported("torchvision.models", name, name)
     side = 299 if name == "inception_v3" else 224
     options = {"aux_logits": True, "init_weights": False} if name in ("googlenet", "inception_v3") else {}
@@ -112,9 +100,6 @@ def _image_model(name: str, device: torch.device, batch: int, channels_last: boo
         model: nn.Module = make(weights=None, **options)
     model = model.to(device).train()
     images = torch.randn(batch, 3, side, side, device=device)
-    if channels_last:
-        model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # missing in torch's stubs
-        images = images.to(memory_format=torch.channels_last)
     labels = torch.randint(1000, (batch,), device=device)
 
     def loss(wrapped: nn.Module) -> torch.Tensor:

@@ -30,11 +30,6 @@ MODEL = Option(
 TRACE = Option(
     metavar="T", help="Replay this trace instead, sleeping as long as it computed: a file or a bundled name."
 )
-CHANNELS_LAST = Option(
-    "--channels-last",
-    help="Weights and images of every contestant in torch.channels_last; for --model of images. Not for ranks that "
-    "share a GPU.",
-)
 SEARCH_STEPS = Option(
     min=20,
     help="End each DataParallel's search after about this many steps, with the best layout so far: for short runs. "
@@ -46,10 +41,7 @@ COMPRESS = Option(
     "auto:oktopk:0.01 (down to 1 % sparse), bf16, int8, int4, oktopk (as dense as is hidden) or oktopk:0.01 (1 % of "
     "the elements), the last two also with :bf16 or :int8, as which values travel then; repeatable.",
 )
-COMPILE = Option(
-    "--compile",
-    help="Also computing alone, DDP, cut and uncut, and each DataParallel under torch.compile; for --model.",
-)
+COMPILE = Option("--compile", help="Also computing alone, DDP and each DataParallel under torch.compile; for --model.")
 SHARDED = Option(
     metavar="NAME",
     help=f"Also the model sharded over all ranks, or inside nodes of several: {help_of(SHARDING_MODES)}; for --model; "
@@ -58,18 +50,12 @@ SHARDED = Option(
 ONLY = Option(
     metavar="TEXT", help="Only contestants whose name contains this, and DDP, DataParallel and --compress; repeatable."
 )
-SKIP = Option(
-    metavar="NAME",
-    help="Leave out this contestant of --compress or --compile, with its search and its compiling: 'DataParallel, "
-    "int8', 'DDP, compiled' or 'DataParallel, int8, compiled'; repeatable.",
-)
 
 
 def bench(
     model: Annotated[list[str] | None, MODEL] = None,
     trace: Annotated[list[str] | None, TRACE] = None,
     slower: Annotated[float, Option(min=0.01, help="Replay traces this many times more slowly.")] = 1.0,
-    channels_last: Annotated[bool, CHANNELS_LAST] = False,
     num_warmup_batches: Annotated[int, Option(min=0, help="Steps before each turn, not counted.")] = 3,
     num_batches_per_iter: Annotated[int, Option(min=1, help="Steps of a turn.")] = 10,
     num_iters: Annotated[int, Option(min=1, help="Turns of each contestant.")] = 10,
@@ -79,7 +65,6 @@ def bench(
     compiled: Annotated[bool, COMPILE] = False,
     sharded: Annotated[list[str] | None, SHARDED] = None,
     only: Annotated[list[str] | None, ONLY] = None,
-    skip: Annotated[list[str] | None, SKIP] = None,
     backend: BackendOption = None,
     report: Annotated[Path | None, Option(help="Write a Markdown report to this file.")] = None,
     plot: PlotOption = None,
@@ -87,7 +72,7 @@ def bench(
     as_json: JsonOption = False,
 ) -> None:
     """Race DDP with every setting and hook against DataParallel on one model and network."""
-    models_only = {"--compile": compiled, "--sharded": sharded, "--channels-last": channels_last}
+    models_only = {"--compile": compiled, "--sharded": sharded}
     _check_workloads(model, trace, [option for option, given in models_only.items() if given])
     if "RANK" not in os.environ:
         raise AnabranchError(f"bench runs on ranks, and this is none (RANK is not set): {HOW}")
@@ -110,12 +95,10 @@ def bench(
         only=only or (),
         compiled=compiled,
         sharded=shardings,
-        skip=skip or (),
         search_steps=search_steps,
     )
-    settings.check_skipped()
     device = join(backend, on_gpu=bool(model))
-    workloads = [zoo_workload(name, device, channels_last=channels_last) for name in model or ()]
+    workloads = [zoo_workload(name, device) for name in model or ()]
     workloads += [replay_workload(Path(text).stem, noun, slower) for text, noun in traces]
     _run(workloads, settings, report, plot, as_json)
 
@@ -158,8 +141,8 @@ def _check_workloads(model: Sequence[str] | None, trace: Sequence[str] | None, m
         raise ValueError("--model and --trace: models compute on the GPU and traces on the CPU; run them apart")
     if trace and models_only:
         raise ValueError(
-            f"{models_only[0]} and --trace {trace[0]}: a replayed trace sleeps, and has no model whose blocks, images "
-            f"or graphs there could be; give --model, or leave {models_only[0]} out"
+            f"{models_only[0]} and --trace {trace[0]}: a replayed trace sleeps, and has no model whose blocks or "
+            f"graphs there could be; give --model, or leave {models_only[0]} out"
         )
 
 

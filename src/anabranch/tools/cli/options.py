@@ -33,9 +33,11 @@ RETIRED: Mapping[str, Mapping[str, str]] = {
     "bench": {
         "--batch-size": "give the batch with the model, as in --model resnet50:32",
         "--bucket-sizes": "DDP runs with buckets of 1, 5, 10, 50 and 100 MiB; choose some by --only 'DDP, 10 MiB'",
+        "--channels-last": "bench races models in torch's own memory format",
         "--hold-after": "--search-steps ends a search, too: give the steps after those that record backward",
         "--lanes": "plans with 2 and 4 lanes run; choose one by --only 'lanes (2)'",
-        "--own-caches": "give a run with few contestants (--only, --skip) an empty folder as TORCHINDUCTOR_CACHE_DIR",
+        "--own-caches": "give a run with few contestants (--only) an empty folder as TORCHINDUCTOR_CACHE_DIR",
+        "--skip": "leave the --compress of that contestant out, or --compile",
         "--title": "write your own first line into the file of --report",
     },
     "list": dict.fromkeys(("networks", "traces"), "anabranch list shows both, and --json has them apart"),
