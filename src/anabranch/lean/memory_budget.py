@@ -7,7 +7,7 @@ within the room. The one with the least sum is chosen; of those that differ by l
 most exact one.
 """
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -23,7 +23,6 @@ from anabranch.planning.memory import (
     FRAGMENTATION,
     Footprint,
     MemoryUse,
-    Moment,
     OptimizerMemory,
     ReadyGradient,
     ResidualPlacement,
@@ -31,8 +30,8 @@ from anabranch.planning.memory import (
     StepProfile,
     TrainingMode,
     allocated_nbytes,
+    largest_footprint,
     lean_moments,
-    peak_footprint,
     residual_nbytes,
 )
 from anabranch.values.kinds.names import DENSE, OKTOPK, density_of
@@ -84,55 +83,27 @@ class Held:
         own: dict[str, list[Gradient]] = {block.name: [] for block in reversed(blocks)}
         for one in self.gradients:
             own[one.block if one.block in own else blocks[0].name].append(one)  # what did not run comes last
-        none, ready, spans = MemoryUse(0), list[ReadyGradient](), {}
+        none, ready = MemoryUse(0), list[ReadyGradient]()
+        blocks_at: dict[tuple[int, bool], list[str]] = defaultdict(list)
         for name, gradients in own.items():
-            spans[name] = range(len(ready), len(ready) + len(gradients))
-            ready += [ReadyGradient(one.name, one.numel, one.nbytes, none, none, one.sparse) for one in gradients]
-        return BlockStep(StepProfile(self.weights_nbytes, tuple(ready), none, self.optimizer), spans)
+            if not gradients:  # the next gradient follows it
+                blocks_at[min(len(ready), len(self.gradients) - 1), False].append(name)
+            for one in gradients:
+                for is_ready in (False, True):
+                    blocks_at[len(ready), is_ready].append(name)
+                ready.append(ReadyGradient(one.name, one.numel, one.nbytes, none, none, one.sparse))
+        return BlockStep(StepProfile(self.weights_nbytes, tuple(ready), none, self.optimizer), blocks_at)
 
 
-@dataclass(frozen=True)
-class BlockStep:
+class BlockStep(NamedTuple):
     """A step whose activations are known by block.
 
-    profile   without activations
-    spans     by block, in the order of backward: its gradients, as indices; where it has none, the next one follows it
+    profile     without activations
+    blocks_at   the blocks that may be differentiated at a moment: by its gradient's index, and whether that is ready
     """
 
     profile: StepProfile
-    spans: Mapping[str, range]
-
-    def on_top(self, moments: Sequence[Moment], held_nbytes: int) -> dict[str, int]:
-        """By block: what is in memory on top of ``held_nbytes`` while it is differentiated, activations apart."""
-        gradients = self.profile.gradients
-        most: dict[tuple[int, bool], int] = {}
-        for moment in moments:
-            if moment.index < len(gradients):
-                nbytes = moment.footprint.nbytes + gradients[moment.index].nbytes - held_nbytes
-                key = (moment.index, moment.ready)
-                most[key] = max(most.get(key, 0), nbytes)
-        return {
-            block: max(most.get((index, ready), 0) for index in self._seen(span) for ready in {False, bool(span)})
-            for block, span in self.spans.items()
-        }
-
-    def with_activations(self, in_use_nbytes: Mapping[str, int]) -> StepProfile:
-        """The profile with these bytes of activations while each block is differentiated."""
-        before, when_ready = ([0] * len(self.profile.gradients) for _ in range(2))
-        for block, span in self.spans.items():
-            for index in self._seen(span):
-                before[index] = max(before[index], in_use_nbytes[block])
-                when_ready[index] = in_use_nbytes[block] if span else when_ready[index]
-        gradients = tuple(
-            replace(one, peak_before=MemoryUse(a, one.nbytes), when_ready=MemoryUse(b, one.nbytes))
-            for one, a, b in zip(self.profile.gradients, before, when_ready, strict=True)
-        )
-        return replace(self.profile, gradients=gradients)
-
-    def _seen(self, span: range) -> range:
-        """The gradients until which a block's activations are in memory."""
-        next_one = min(span.start, len(self.profile.gradients) - 1)
-        return span or range(next_one, next_one + 1)
+    blocks_at: Mapping[tuple[int, bool], Sequence[str]]
 
 
 class Storage:
@@ -151,17 +122,28 @@ class Storage:
         self.residuals = residuals
         self.extra_s = extra_s
         self.step, self.exchanges = step, exchanges
+        gradients = step.profile.gradients
         moments = [moment for mode, setting in exchanges for moment in lean_moments(step.profile, setting, mode)]
         self.held_nbytes = min(moment.footprint.nbytes for moment in moments)
-        self._on_top_nbytes = step.on_top(moments, self.held_nbytes)
-        last = len(step.profile.gradients)
-        self.end_nbytes = max(moment.footprint.nbytes for moment in moments if moment.index == last)
+        self.end_nbytes = max(moment.footprint.nbytes for moment in moments if moment.index == len(gradients))
+        self._moments: list[tuple[Footprint, Sequence[str]]] = []  # without activations; which blocks have some then
+        for footprint, index, is_ready in moments:
+            own_nbytes = gradients[index].nbytes if index < len(gradients) else 0
+            blocks = step.blocks_at.get((index, is_ready), ())
+            self._moments.append((footprint.plus(footprint.at, gradients=own_nbytes), blocks))
+        self._on_top_nbytes: dict[str, int] = {}  # by block: most that is held while it is differentiated
+        for footprint, blocks in self._moments:
+            for block in blocks:
+                nbytes = footprint.nbytes - self.held_nbytes
+                self._on_top_nbytes[block] = max(self._on_top_nbytes.get(block, 0), nbytes)
 
     def peak(self, blocks: Sequence[BlockCosts], actions: Mapping[str, Action]) -> Footprint:
         """The peak of a step with these actions, by the account."""
-        profile = self.step.with_activations(in_use(blocks, actions))
-        found = (peak_footprint(profile, mode, setting) for mode, setting in self.exchanges)
-        return max(found, key=lambda footprint: footprint.nbytes)
+        in_use_nbytes = in_use(blocks, actions)
+        return largest_footprint(
+            footprint.plus(footprint.at, activations=max((in_use_nbytes[name] for name in names), default=0))
+            for footprint, names in self._moments
+        )
 
     def occupied(self, blocks: Iterable[BlockCosts]) -> list[BlockCosts]:
         """The blocks with what is in memory next to their activations, for a solver whose room is all but ``held``."""

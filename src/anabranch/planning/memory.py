@@ -365,8 +365,7 @@ class _Slots:
         return {"gradients": gradients + self._held_nbytes + slots, "residual": unpacked, **more}
 
 
-@dataclass(frozen=True, slots=True)
-class Moment:
+class Moment(NamedTuple):
     """A moment of Lean's step.
 
     footprint   what is in memory, except for what the step itself uses then
