@@ -127,10 +127,10 @@ class Storage:
         self.held_nbytes = min(moment.footprint.nbytes for moment in moments)
         self.end_nbytes = max(moment.footprint.nbytes for moment in moments if moment.index == len(gradients))
         self._moments: list[tuple[Footprint, Sequence[str]]] = []  # without activations; which blocks have some then
-        for footprint, index, is_ready in moments:
-            own_nbytes = gradients[index].nbytes if index < len(gradients) else 0
-            blocks = step.blocks_at.get((index, is_ready), ())
-            self._moments.append((footprint.plus(footprint.at, gradients=own_nbytes), blocks))
+        for moment in moments:
+            own_nbytes = gradients[moment.index].nbytes if moment.index < len(gradients) else 0
+            blocks = step.blocks_at.get((moment.index, moment.ready), ())
+            self._moments.append((moment.footprint.plus(moment.footprint.at, gradients=own_nbytes), blocks))
         self._on_top_nbytes: dict[str, int] = {}  # by block: most that is held while it is differentiated
         for footprint, blocks in self._moments:
             for block in blocks:
