@@ -17,12 +17,21 @@ from torch import nn
 
 from anabranch.exchange.compression import Settings, keeps_residual, kinds_of
 from anabranch.lean.activations.blocks import END, REST, blocks_of
-from anabranch.lean.activations.solver import Action, BlockCosts, BudgetError, Choice, choose, in_use, smallest_budget
+from anabranch.lean.activations.solver import (
+    Action,
+    BlockCosts,
+    BudgetError,
+    Choice,
+    Forecast,
+    choose,
+    in_use,
+    smallest_budget,
+)
 from anabranch.observe.clock import clock_for
 from anabranch.planning.memory import (
     FRAGMENTATION,
+    NO_USE,
     Footprint,
-    MemoryUse,
     OptimizerMemory,
     ReadyGradient,
     ResidualPlacement,
@@ -42,29 +51,19 @@ ROUNDED: tuple[ResidualPlacement, ...] = ("bf16", "int8")
 COPIED_NBYTES, COPIES = 64 << 20, 8  # to measure the device's memory: large enough that start-up costs do not count
 
 
-class Gradient(NamedTuple):
-    """A gradient of the live model, and the block with whose backward it comes."""
-
-    name: str
-    numel: int
-    nbytes: int
-    sparse: bool
-    block: str
-
-
 @dataclass(frozen=True)
 class Held:
     """What a rank holds besides activations and residuals.
 
     weights_nbytes   parameters and buffers
     optimizer        its state, and what a step needs on top
-    gradients        in the order of backward
+    gradients        in the order of backward, each behind the name of the block with whose backward it comes
     exchanges        those that plans may choose, each with its setting for the account
     """
 
     weights_nbytes: int
     optimizer: OptimizerMemory
-    gradients: Sequence[Gradient]
+    gradients: Sequence[tuple[str, ReadyGradient]]
     exchanges: Sequence[tuple[TrainingMode, Setting]]
 
     def storages(self, blocks: Sequence[BlockCosts], memory_nbytes_per_s: float) -> list["Storage"]:
@@ -80,19 +79,19 @@ class Held:
 
     def _step(self, blocks: Sequence[BlockCosts]) -> "BlockStep":
         """The step as the account sees it: gradients in the order in which the blocks are differentiated."""
-        own: dict[str, list[Gradient]] = {block.name: [] for block in reversed(blocks)}
-        for one in self.gradients:
-            own[one.block if one.block in own else blocks[0].name].append(one)  # what did not run comes last
-        none, ready = MemoryUse(0), list[ReadyGradient]()
+        own: dict[str, list[ReadyGradient]] = {block.name: [] for block in reversed(blocks)}
+        for block_name, gradient in self.gradients:
+            own[block_name if block_name in own else blocks[0].name].append(gradient)  # what did not run comes last
+        ready: list[ReadyGradient] = []
         blocks_at: dict[tuple[int, bool], list[str]] = defaultdict(list)
         for name, gradients in own.items():
             if not gradients:  # the next gradient follows it
                 blocks_at[min(len(ready), len(self.gradients) - 1), False].append(name)
-            for one in gradients:
+            for gradient in gradients:
                 for is_ready in (False, True):
                     blocks_at[len(ready), is_ready].append(name)
-                ready.append(ReadyGradient(one.name, one.numel, one.nbytes, none, none, one.sparse))
-        return BlockStep(StepProfile(self.weights_nbytes, tuple(ready), none, self.optimizer), blocks_at)
+                ready.append(gradient)
+        return BlockStep(StepProfile(self.weights_nbytes, tuple(ready), NO_USE, self.optimizer), blocks_at)
 
 
 class BlockStep(NamedTuple):
@@ -164,29 +163,23 @@ class Storage:
         return max(self.held_nbytes + smallest_budget(self.occupied(blocks)), self.end_nbytes)
 
 
-@dataclass(frozen=True)
-class WithinChoice:
-    """What was chosen within a budget.
+class WithinChoice(NamedTuple):
+    """What was chosen within a budget; its fields are the JSON document that other ranks follow.
 
-    choice        the actions for activations; the forecast has the extra time of a step, storing included
-    peak_nbytes   the predicted peak of a rank
-    tried         by how residuals are stored, the extra time of a step; None where it does not fit
+    actions         for activations
+    forecast        the extra time of a step, storing of residuals included, and the peak of activations
+    residuals       how they are stored
+    within_nbytes   the budget
+    peak_nbytes     the predicted peak of a rank
+    tried           by how residuals are stored, the extra time of a step; None where it does not fit
     """
 
+    actions: Mapping[str, Action]
+    forecast: Forecast
     residuals: ResidualPlacement
-    choice: Choice
+    within_nbytes: int
     peak_nbytes: int
     tried: Mapping[ResidualPlacement, float | None]
-
-    def message(self, budget_nbytes: int) -> dict[str, Any]:
-        """The choice as a JSON document, which other ranks follow."""
-        return {
-            **self.choice._asdict(),
-            "residuals": self.residuals,
-            "within_nbytes": budget_nbytes,
-            "peak_nbytes": self.peak_nbytes,
-            "tried": dict(self.tried),
-        }
 
 
 def choose_within(blocks: Sequence[BlockCosts], storages: Sequence[Storage], budget_nbytes: int) -> WithinChoice:
@@ -204,7 +197,8 @@ def choose_within(blocks: Sequence[BlockCosts], storages: Sequence[Storage], bud
     computing_s = sum(block.forward_s + block.backward_s for block in blocks)
     enough_s = min(choice.forecast.extra_s for _, choice in fitting) + ALIKE * computing_s
     storage, choice = next(one for one in fitting if one[1].forecast.extra_s <= enough_s)
-    return WithinChoice(storage.residuals, choice, storage.peak(blocks, choice.actions).nbytes, tried)
+    peak_nbytes = storage.peak(blocks, choice.actions).nbytes
+    return WithinChoice(*choice, storage.residuals, budget_nbytes, peak_nbytes, tried)
 
 
 def check_fits(message: Mapping[str, Any], blocks: Sequence[BlockCosts], storages: Sequence[Storage]) -> None:
@@ -253,8 +247,8 @@ def described(message: Mapping[str, Any]) -> str:
 
 def gradients_of(
     module: nn.Module, parameters: Mapping[str, nn.Parameter], may_be_sparse: Callable[[torch.Tensor], bool]
-) -> list[Gradient]:
-    """The gradients of these parameters, as backward is expected to make them: from the last to the first.
+) -> list[tuple[str, ReadyGradient]]:
+    """The gradients of these parameters behind the names of their blocks, as backward is expected to make them.
 
     What belongs to no block comes with the block behind it in the module; with ``END`` behind the last, with ``REST``
     before the first.
@@ -269,7 +263,7 @@ def gradients_of(
     for number, (name, parameter) in enumerate(backwards):
         block_name = REST if number > last else own.get(parameter, block_name)
         nbytes = allocated_nbytes(parameter.nbytes)
-        found.append(Gradient(name, parameter.numel(), nbytes, may_be_sparse(parameter), block_name))
+        found.append((block_name, ReadyGradient(name, parameter.numel(), nbytes, sparse=may_be_sparse(parameter))))
     return found
 
 

@@ -66,6 +66,9 @@ class MemoryUse(NamedTuple):
         return sum(self)
 
 
+NO_USE = MemoryUse(0)
+
+
 @dataclass(frozen=True, slots=True)
 class ReadyGradient:
     """The gradient of one parameter, and memory in use until it was ready.
@@ -78,8 +81,8 @@ class ReadyGradient:
     name: str
     numel: int
     nbytes: int
-    peak_before: MemoryUse
-    when_ready: MemoryUse
+    peak_before: MemoryUse = NO_USE
+    when_ready: MemoryUse = NO_USE
     sparse: bool = True
 
     @property
