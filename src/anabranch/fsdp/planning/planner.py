@@ -14,8 +14,8 @@ from math import inf
 from typing import NamedTuple
 
 from anabranch.fsdp.planning.simulator import UnitCost, host_order, peak_of, unit_cost, walk
-from anabranch.fsdp.planning.values import Links, ShardedTrace, ShardingPlan, Unit
 from anabranch.values.errors import PlanError
+from anabranch.values.sharded import Links, ShardedTrace, ShardingPlan, Unit
 
 FEW = 5000  # plans, all of which are simulated
 TRIALS = 2000  # plans that a search simulates at most

@@ -16,8 +16,8 @@ The host is taken to be far ahead of the device. Copies into and out of the buff
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Literal, NamedTuple
 
-from anabranch.fsdp.planning.values import Links, ShardedTrace, ShardingPlan
 from anabranch.values.checks import Meta
+from anabranch.values.sharded import Links, ShardedTrace, ShardingPlan
 from anabranch.values.timeline import COMPUTE, Span, Timeline
 
 INSIDE, BETWEEN = "inside", "between"
