@@ -164,6 +164,7 @@ class Tuner:
             plan=runner.plan,
             network_note=network_note() if runner.device.type == "cpu" else None,  # only Gloo is emulated
             exchange_lines=self.collectives.residuals.summary(),
+            errors=runner.launcher.errors.relative_errors() if runner.launcher is not None else {},
             cost=search.budget.summary() if search.trials else "",
             graph_lines=[*self._graphs.lines(), *search.cut_lines],
         )
