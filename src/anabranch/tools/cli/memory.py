@@ -215,7 +215,7 @@ def _chosen(
         mode = (TrainingMode(exchange, lean=True), setting)
         try:
             choice, found[f"{name}, within"] = chosen_within(profiled, OPTIMIZERS[optimizer], mode, limit_nbytes)
-            words.append(f"{name}, {described(choice.message(limit_nbytes))}")
+            words.append(f"{name}, {described(choice._asdict())}")
         except BudgetError as error:
             words.append(f"{name}, {error}")
     return found, words

@@ -59,8 +59,8 @@ def test_the_choice_keeps_within_the_budget(share: float) -> None:
     budget_nbytes = int(share * all_kept.nbytes)
     chosen, peak = chosen_within(profiled, OPTIMIZERS["adamw"], EXCHANGE, budget_nbytes)
     assert chosen.peak_nbytes == peak.nbytes <= budget_nbytes
-    assert (set(chosen.choice.actions.values()) == {"keep"}) == (share > 1)
-    assert (chosen.choice.forecast.extra_s > 0) == (share < 1)
+    assert (set(chosen.actions.values()) == {"keep"}) == (share > 1)
+    assert (chosen.forecast.extra_s > 0) == (share < 1)
 
 
 def test_a_budget_that_nothing_fits_is_an_error() -> None:

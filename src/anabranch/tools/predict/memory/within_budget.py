@@ -92,7 +92,7 @@ def chosen_within(
     storages = held.storages(blocks, device.memory_nbytes_per_s)
     found = choose_within(blocks, storages, budget_nbytes)
     storage = next(storage for storage in storages if storage.residuals == found.residuals)
-    return found, storage.peak(blocks, found.choice.actions)
+    return found, storage.peak(blocks, found.actions)
 
 
 def profile(build: Build, *, half: bool = False, device: Device = ASSUMED) -> Profiled:
