@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING, Annotated
 
 from typer import Option
 
-from anabranch.fsdp.planning.sharding_modes import SHARDING_MODES, UNPLANNED, help_of, sharding_mode
+from anabranch.fsdp.planning.sharding_modes import SHARDING_MODES, help_of
 from anabranch.planning.memory import Setting
 from anabranch.tools.cli import arguments
-from anabranch.tools.cli.memory import Optimizer, estimator_of, node_size
+from anabranch.tools.cli.memory import Optimizer, estimator_of, node_size, unplanned
 from anabranch.tools.cli.network_text import MAX_RANKS
 from anabranch.tools.cli.options import ForceOption, JsonOption, PlotOption, TraceOption
 from anabranch.tools.cli.output import check_free, check_plot, print_document, progress, write_plot
@@ -143,7 +143,7 @@ def _sharded_setting(
     sharded: Sequence[str], ranges: Sequence[NetworkRange], fewest: int, within: str
 ) -> Setting | None:
     """How sharded strategies are trained where each rank holds most: at the fewest ranks. None if there is none."""
-    in_nodes = [sharding_mode(name, UNPLANNED).nodes for name in sharded]  # refuses what it cannot predict
+    in_nodes = [unplanned(name).nodes for name in sharded]
     if not sharded:
         return None
     nodes = {node_size(network.middle) for network in ranges} if any(in_nodes) else {None}
