@@ -1,6 +1,6 @@
 #!/bin/bash
 # benchmarks/h200/compile.sh PART...   DataParallel under torch.compile; $OUT gets Markdown files. Run in the root of the repository; python3 has torch.
-# Parts: test times resnet channels_times bert (default: all, in this order), oktopk. Seconds are of an H200, 16 cores, four ranks.
+# Parts: test times resnet bert (default: all, in this order), oktopk. Seconds are of an H200, 16 cores, four ranks.
 # "times" compiles what "resnet" needs, on all cores at once, and leaves it in torch's caches.
 set -u
 export PYTHONPATH=src:tests:carry/site:. PYTHONUNBUFFERED=1
@@ -28,10 +28,6 @@ part_times() {  # about 70 s
   times compiling_resnet50
 }
 
-part_channels_times() {  # about 70 s
-  times compiling_resnet50_channels_last --channels-last
-}
-
 lab() {  # seconds, report, then arguments of bench
   local limit=$1 report=$2; shift 2
   timeout -k 20 "$limit" $PY -m anabranch lab --hosts $HOSTS --rate $RATE --backend $BACKEND -- \
@@ -56,7 +52,7 @@ part_bert() {  # about 190 s; eager and compiled, dense and int8. Dense steps ta
     --num-iters 3 --num-batches-per-iter 5
 }
 
-for part in ${@:-test times resnet channels_times bert}; do
+for part in ${@:-test times resnet bert}; do
   said "$part"
   part_$part
   said "$part over"
