@@ -10,6 +10,7 @@ from torch import nn
 
 import anabranch as ab
 from anabranch import Network
+from anabranch.exchange import error_samples
 from anabranch.values.kinds.fidelity import LADDER, error_of
 from parallel.twins import SCENARIOS, batch, bits, plain_train, steps
 from ranks import cases_on_ranks, on_ranks
@@ -42,7 +43,8 @@ def told(s_per_byte: float, ranks: int) -> Network:
 
 
 def tuned_run(rank: int, compress: Any, s_per_byte: float, dtype: torch.dtype = torch.float32) -> dict[str, Any]:
-    """Train until the plan is chosen, and some steps more."""
+    """Train until the plan is chosen, and some steps more; sample errors soon and often."""
+    error_samples.FIRST, error_samples.PERIOD = 1, 2
     give_times(lambda plan: 1e-2)  # so that the network alone decides
     torch.manual_seed(0)
     network = told(s_per_byte, dist.get_world_size())
@@ -59,6 +61,12 @@ def tuned_run(rank: int, compress: Any, s_per_byte: float, dtype: torch.dtype = 
     answer["residuals"] = ours.comm_state_dict().get("residuals", {})
     ours.close()
     return answer
+
+
+def measured_error(explained: str, kind: str) -> float:
+    """The error in the line of the first bucket of this kind that was sampled."""
+    lines = [line for line in explained.splitlines() if line.split()[2:3] == [kind] and "%" in line]
+    return float(lines[0].split()[-2].rstrip("%")) / 100
 
 
 ALLOWED: dict[str, tuple[Any, float, set[str]]] = {
@@ -88,6 +96,8 @@ def check_chosen(answers: list[dict[str, Any]], s_per_byte: float, allowed: set[
         assert "as faithful as is hidden" in answers[0]["explained"]
         biases = [kind for name, kind in answers[0]["kinds"].items() if name.endswith("bias")]
         assert not any(kind.startswith("oktopk") for kind in biases)
+        error = measured_error(answers[0]["explained"], lossiest)
+        assert {"int8": 1e-3, "int4": 0.02}.get(lossiest, 0.2) < error < {"int8": 0.03, "int4": 0.6}.get(lossiest, 3.0)
 
 
 def test_gradients_of_16_bits_are_rounded_too() -> None:
@@ -96,6 +106,7 @@ def test_gradients_of_16_bits_are_rounded_too() -> None:
         assert answers[0]["bits"] == answers[1]["bits"] and answers[0]["kinds"] == answers[1]["kinds"]
         assert answers[0]["kinds"]["layers.2.weight"] == "int4"
         assert set(answers[0]["kinds"].values()) <= {"dense", "int8", "int4"}, "bf16 would not save a byte"
+        assert 0.02 < measured_error(answers[0]["explained"], "int4") < 0.3
         for answer in answers:
             assert answer["residuals"]["layers.2.weight"].dtype == torch.float32
 

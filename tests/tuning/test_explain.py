@@ -17,16 +17,23 @@ NOTHING = Findings("settling", None, None, (), None, None, None, ())
 def test_each_bucket_has_its_exchange_and_the_time_that_it_saves() -> None:
     found = replace(NOTHING, trace=TRACE, network=NETWORK, plan=PLAN, exchange_lines=["a line about residuals"])
     title, head, dense, sparse, saved, residuals = explanation(found).splitlines()[-6:]
-    assert PLAN.fingerprint[:12] in title and head.split()[-4:] == ["dense,", "ms", "last", "gradient"]
-    assert dense.split() == ["0", "0", "dense", "0.004", "1", "100.00", "1.04", "1.04", "bias"]
-    assert sparse.split() == ["1", "0", "oktopk:0.01", "3.815", "1", "200.00", "6.00", "41.00", "weight"]
+    assert PLAN.fingerprint[:12] in title and head.split()[-5:] == ["dense,", "ms", "error", "last", "gradient"]
+    assert dense.split() == ["0", "0", "dense", "0.004", "1", "100.00", "1.04", "1.04", "-", "bias"]
+    assert sparse.split() == ["1", "0", "oktopk:0.01", "3.815", "1", "200.00", "6.00", "41.00", "-", "weight"]
     assert saved.startswith("1 of 2 buckets are compressed, which saves 35.00 ms of the 41.00 ms")
     assert residuals == "a line about residuals"
 
 
 def test_without_a_network_buckets_have_no_times() -> None:
     *_, line = explanation(replace(NOTHING, trace=TRACE, plan=PLAN)).splitlines()
-    assert line.split()[-3:] == ["-", "-", "weight"]
+    assert line.split()[-4:] == ["-", "-", "-", "weight"]
+
+
+def test_measured_errors_stand_beside_their_buckets() -> None:
+    found = replace(NOTHING, trace=TRACE, network=NETWORK, plan=PLAN, errors={PLAN.buckets[1]: 0.4321})
+    *_, dense, sparse, _saved, note = explanation(found).splitlines()
+    assert dense.split()[-2:] == ["-", "bias"] and sparse.split()[-2:] == ["43.21%", "weight"]
+    assert note.startswith("error: of a step's averages, relative to the exact ones")
 
 
 def test_before_anything_is_found_only_the_stage_is_shown() -> None:

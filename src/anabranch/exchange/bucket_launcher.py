@@ -8,6 +8,7 @@ from torch.futures import Future
 
 from anabranch.exchange.collectives import Collectives
 from anabranch.exchange.contracts import ExchangeFamily, Group, Steps
+from anabranch.exchange.error_samples import ErrorSamples
 from anabranch.exchange.lanes import Lane, Lanes, Message
 from anabranch.values.kinds.names import DENSE
 from anabranch.values.plan import Bucket, Plan
@@ -23,6 +24,7 @@ class BucketLauncher:
                    or None if this bucket is not timed
     before_first   called before the first bucket of each step
     divisor        returns the number by which sums are divided; None for the world size (it differs under join())
+    errors         samples of the errors of averages
     """
 
     def __init__(
@@ -36,6 +38,7 @@ class BucketLauncher:
         self.plan = plan
         self.lanes = lanes
         self.divisor: Callable[[], int] | None = None
+        self.errors = ErrorSamples(plan, collectives.residuals)
         self._collectives = collectives
         self._mark_bucket = mark_bucket
         self._before_first = before_first
@@ -52,6 +55,7 @@ class BucketLauncher:
         bucket, family, lane, label = self._routes[index]
         divisor = self.divisor() if self.divisor is not None else self._world_size
         steps = family.steps(bucket, buffer, lane.group, divisor)
+        steps = self.errors.sampled(steps, index, buffer, lane.group, divisor)
         steps = steps if around is None else around(steps, lane.group)
         return lane.submit(Message(steps, buffer, label, self._mark_bucket(index), bucket.collective != DENSE))
 

@@ -20,10 +20,10 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.fsdp._fully_shard import _fsdp_state
 
 from anabranch.fsdp.mesh import check_same_over, described_model, described_options, fails_together, inherit_timeouts
-from anabranch.fsdp.planning import ShardingPlan, load
-from anabranch.fsdp.planning.values import dumps
 from anabranch.fsdp.torch_internals import TESTED
 from anabranch.values.errors import PlanError
+from anabranch.values.files import dumps, load_as
+from anabranch.values.sharded import ShardingPlan
 from anabranch.values.tested_versions import check_signatures
 
 SIGNATURES = {
@@ -82,7 +82,7 @@ def _checked(
     if plan is None:
         plan = ShardingPlan.per_block(block_names(model))
     elif not isinstance(plan, ShardingPlan):
-        plan = load(ShardingPlan, plan)
+        plan = load_as(ShardingPlan, plan)
     grouped = next((unit for unit in plan.units if len(unit.names) > 1), None)
     if grouped is not None and (reason := no_groups_reason(options)):
         raise PlanError(

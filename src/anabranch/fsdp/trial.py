@@ -34,11 +34,11 @@ from anabranch.fsdp.mesh import (
 )
 from anabranch.fsdp.planning import Links, ShardedTrace, ShardingPlan, peak_nbytes, step_s
 from anabranch.fsdp.planning.simulator import BETWEEN
-from anabranch.fsdp.planning.values import dumps
 from anabranch.fsdp.replicate import replicate
 from anabranch.fsdp.shard import no_groups_reason, shard
 from anabranch.fsdp.watch import Watch
 from anabranch.observe.measure import SHARDED, measure
+from anabranch.values.files import dumps
 from anabranch.values.network import Network
 from anabranch.values.timeline import Timeline
 

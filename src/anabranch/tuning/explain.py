@@ -1,7 +1,7 @@
 """The text of ``explain()``: what a DataParallel does and why, with predictions next to measurements."""
 
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from anabranch.observe.measure import POOR_SPREAD
 from anabranch.planning.simulator import lower_bound_s
@@ -11,7 +11,7 @@ from anabranch.tuning.trial import Trial
 from anabranch.values.files import plain
 from anabranch.values.kinds.names import DENSE
 from anabranch.values.network import Network
-from anabranch.values.plan import Plan
+from anabranch.values.plan import Bucket, Plan
 from anabranch.values.trace import Trace
 
 MIB = 1 << 20
@@ -27,6 +27,7 @@ class Findings:
     network_note    says that the network is emulated, if it is
     exchange_lines  the state of exchanges, such as residuals
     cost            what searching has cost; empty before the first trial
+    errors          measured relative errors of compressed buckets, once there are samples
     graph_lines     the graphs of a compiled model
     """
 
@@ -39,6 +40,7 @@ class Findings:
     network_note: str | None
     exchange_lines: Sequence[str]
     cost: str = ""
+    errors: Mapping[Bucket, float] = field(default_factory=dict)
     graph_lines: Sequence[str] = ()
 
 
@@ -77,7 +79,7 @@ def explanation(found: Findings) -> str:
     if found.trials:
         lines += ["", *_trials(found)]
     if found.plan is not None:
-        lines += ["", *_buckets(found.plan, trace, network), *found.exchange_lines]
+        lines += ["", *_buckets(found.plan, trace, network, found.errors), *found.exchange_lines]
     return "\n".join(map(plain, lines))  # a network or a trace may come from a file
 
 
@@ -143,10 +145,10 @@ def _trials(found: Findings) -> list[str]:
     return [*lines, found.cost] if found.cost else lines
 
 
-def _buckets(plan: Plan, trace: Trace | None, network: Network | None) -> list[str]:
-    """A row per bucket: its exchange, and its predicted time by itself and that of a dense one."""
+def _buckets(plan: Plan, trace: Trace | None, network: Network | None, errors: Mapping[Bucket, float]) -> list[str]:
+    """A row per bucket: its exchange, its predicted time by itself and that of a dense one, and its measured error."""
     tensors = {tensor.name: tensor for tensor in trace.tensors} if trace is not None else {}
-    rows = [("  #", "lane", "by", "MiB", "gradients", "ready, ms", "takes, ms", "dense, ms", "last gradient")]
+    rows = [("  #", "lane", "by", "MiB", "gradients", "ready, ms", "takes, ms", "dense, ms", "error", "last gradient")]
     taken_s = dense_s = 0.0
     for index, bucket in enumerate(plan.buckets):
         kind, members = bucket.collective, [tensors[name] for name in bucket.names if name in tensors]
@@ -160,14 +162,20 @@ def _buckets(plan: Plan, trace: Trace | None, network: Network | None) -> list[s
             takes, dense = f"{seconds * 1e3:.2f}", f"{plain_s * 1e3:.2f}"
             if kind != DENSE:
                 taken_s, dense_s = taken_s + seconds, dense_s + plain_s
+        error = f"{errors[bucket]:.2%}" if bucket in errors else "-"
         count, last = str(len(bucket.names)), bucket.names[-1]
-        rows.append((str(index), str(bucket.lane), kind, mib, count, ready, takes, dense, last))
-    lines = [f"Plan {plan.fingerprint[:12]}:", *_table(rows, left=(2, 8))]
+        rows.append((str(index), str(bucket.lane), kind, mib, count, ready, takes, dense, error, last))
+    lines = [f"Plan {plan.fingerprint[:12]}:", *_table(rows, left=(2, 9))]
     if dense_s > 0:
         compressed = sum(bucket.collective != DENSE for bucket in plan.buckets)
         lines.append(
             f"{compressed} of {len(plan)} buckets are compressed, which saves {(dense_s - taken_s) * 1e3:.2f} ms of "
             f"the {dense_s * 1e3:.2f} ms that dense messages would take (predicted)."
+        )
+    if errors:
+        lines.append(
+            "error: of a step's averages, relative to the exact ones, in samples. What residuals keep counts as error, "
+            "although a later step sends it."
         )
     return lines
 

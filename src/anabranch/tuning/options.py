@@ -16,7 +16,7 @@ from anabranch.exchange.collectives import Collectives
 from anabranch.exchange.contracts import Group
 from anabranch.planning import PLANNERS
 from anabranch.values.errors import FileError, NetworkError, PlanError
-from anabranch.values.files import load
+from anabranch.values.files import load_as
 from anabranch.values.network import Network
 from anabranch.values.plan import MAX_LANES, Plan
 from anabranch.values.trace import Trace
@@ -129,9 +129,7 @@ class TuningOptions:
         plan, problem = None, ""
         if dist.get_rank(group) == 0:
             try:
-                noun = load(self.plan)
-                plan = noun if isinstance(noun, Plan) else None
-                problem = "" if plan else f"{self.plan}: holds a {type(noun).__name__.lower()}, expected a plan"
+                plan = load_as(Plan, self.plan)
             except FileError as error:
                 problem = str(error)
         if problem_of_rank_0 := from_rank_0(problem.encode(), group).decode():

@@ -127,6 +127,8 @@ class Search:
     def profiled(self, label: str, plan: Plan | None) -> Schedule[Trial]:
         """The same, and record the trace."""
         self.failure = ""
+        if self.runner.launcher is not None:
+            self.runner.launcher.errors.postpone()
         with Recorder(self.runner.timer, self.runner.parameters) as recorder:
             trial = yield from self.begin_with(label, plan, self.options.profile_steps)
         self.budget.step_s = self.budget.step_s or trial.step_s

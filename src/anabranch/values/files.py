@@ -1,4 +1,4 @@
-"""The four nouns to and from versioned JSON files, validated on the way in, atomic on the way out."""
+"""The nouns to and from versioned JSON files, validated on the way in, atomic on the way out."""
 
 import json
 import os
@@ -6,19 +6,28 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from uuid import uuid4
 
 from anabranch.values.errors import FileError
 from anabranch.values.network import Network
 from anabranch.values.plan import Plan
+from anabranch.values.sharded import ShardedTrace, ShardingPlan
 from anabranch.values.timeline import Timeline
 from anabranch.values.trace import Trace
 
-Noun = Trace | Network | Plan | Timeline
+Noun = Trace | Network | Plan | Timeline | ShardedTrace | ShardingPlan
+AnyNoun = TypeVar("AnyNoun", Trace, Network, Plan, Timeline, ShardedTrace, ShardingPlan)
 
 VERSION = 1
-KINDS: Mapping[str, type[Noun]] = {"trace": Trace, "network": Network, "plan": Plan, "timeline": Timeline}
+KINDS: Mapping[str, type[Noun]] = {
+    "trace": Trace,
+    "network": Network,
+    "plan": Plan,
+    "timeline": Timeline,
+    "sharded_trace": ShardedTrace,
+    "sharding_plan": ShardingPlan,
+}
 TRACES = Path(__file__).parent / "traces"
 MAX_NBYTES = 256 << 20  # a trace of a million tensors has about 150 MB; more is a mistake or an attack
 
@@ -27,6 +36,19 @@ def load(path: str | os.PathLike[str]) -> Noun:
     """The noun in a file; FileError, naming file and field, if it does not hold exactly one valid noun."""
     path = Path(path)
     return loads(read_bytes(path), str(path))
+
+
+def load_as(cls: type[AnyNoun], path: str | os.PathLike[str]) -> AnyNoun:
+    """The noun in a file, which must be of this class; else FileError."""
+    return expected(load(path), cls, path)
+
+
+def expected(noun: Noun, cls: type[AnyNoun], where: str | os.PathLike[str]) -> AnyNoun:
+    """This noun, if it is of this class; else FileError."""
+    if not isinstance(noun, cls):
+        words = {known: kind.replace("_", " ") for kind, known in KINDS.items()}
+        raise FileError(f"{where}: holds a {words[type(noun)]}, expected a {words[cls]}")
+    return noun
 
 
 def bundled_traces() -> dict[str, Path]:
@@ -78,9 +100,7 @@ def document_of(noun: Noun) -> dict[str, Any]:
     kind = next((name for name, cls in KINDS.items() if isinstance(noun, cls)), None)
     if kind is None:
         found, expected = type(noun).__name__, ", ".join(cls.__name__ for cls in KINDS.values())
-        # By name, since the module of these two imports this one.
-        hint = "; save it with ab.sharded.save" if found in ("ShardedTrace", "ShardingPlan") else ""
-        raise ValueError(f"cannot save a {found}: expected a {expected}{hint}")
+        raise ValueError(f"cannot save a {found}: expected a {expected}")
     content = asdict(noun)
     if isinstance(noun, Network) and not noun.delays:
         del content["delays"]  # a field that came later: without it, older programs can read the file

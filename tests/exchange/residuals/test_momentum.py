@@ -8,6 +8,7 @@ import torch
 from benchmarks.virtual import VirtualWorld
 
 import anabranch as ab
+from anabranch.exchange import error_samples
 from anabranch.exchange.residuals.momentum import Velocity
 from anabranch.exchange.residuals.state import BucketStates
 from anabranch.exchange.sparse.oktopk import exchange
@@ -120,3 +121,26 @@ def resumed(rank: int) -> None:
 
 def test_resuming_is_exact() -> None:
     on_ranks(resumed, 2)
+
+
+def sampled_error(rank: int, density: float) -> float:
+    """The measured error of one bucket's averages; every step is sampled."""
+    error_samples.FIRST, error_samples.PERIOD = 1, 1
+    kind = f"oktopk:{density:g}"
+    plan = ab.Plan((ab.Bucket(("second.weight", "first.weight"), collective=kind),))
+    options = ab.OkTopk(density=density, warmup_steps=0, momentum=SHARE, deterministic=True)
+    model = Two()
+    parallel = ab.DataParallel(model, plan=plan, compress=options, profile_steps=0)
+    for step in range(6):
+        model.zero_grad()
+        parallel(torch.randn(4, 30, generator=torch.Generator().manual_seed(10 * step + rank))).backward()
+    (line,) = (line for line in parallel.explain().splitlines() if line.split()[2:3] == [kind])
+    parallel.close()
+    return float(line.split()[-2].rstrip("%")) / 100
+
+
+def test_its_error_is_that_of_velocities() -> None:
+    """What gradients differ from velocities is no error: where all of them are sent, there is none."""
+    assert max(on_ranks(sampled_error, 2, 1.0)) < 1e-4
+    some = on_ranks(sampled_error, 2, 0.1)
+    assert some[0] == some[1] and 0.3 < some[0] < 1.0

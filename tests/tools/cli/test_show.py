@@ -8,7 +8,6 @@ import pytest
 
 from anabranch import Bucket, Network, Plan, Span, Timeline, Trace, plan, save, simulate
 from anabranch.fsdp.planning import Block, ShardedTrace, ShardingPlan, Unit
-from anabranch.fsdp.planning import values as sharding_values
 from anabranch.tools.cli.main import main
 from anabranch.values.files import Noun, dumps
 from tools.cli.nouns import HOSTILE, RING, json_of, measured, small_trace
@@ -91,12 +90,12 @@ def test_files_of_sharded_models_are_readable(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     path = tmp_path / "noun.json"
-    sharding_values.save(noun, path)
+    save(noun, path)
     assert main(["show", str(path)]) == 0
     out = capsys.readouterr().out
     assert all(word in out for word in words)
     document = json_of(capsys, "show", str(path))
-    assert document["summary"] == summary and document["content"] == json.loads(sharding_values.dumps(noun))
+    assert document["summary"] == summary and document["content"] == json.loads(dumps(noun))
     path.write_text(
         json.dumps(document["content"], sort_keys=True, separators=(",", ":"))
     )  # as other programs write it

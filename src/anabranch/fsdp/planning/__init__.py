@@ -2,7 +2,9 @@
 
 from anabranch.fsdp.planning.planner import plan
 from anabranch.fsdp.planning.simulator import peak_nbytes, simulate, step_s
-from anabranch.fsdp.planning.values import Block, Links, ShardedTrace, ShardingPlan, Unit, load, save
+from anabranch.values.files import load_as as load
+from anabranch.values.files import save
+from anabranch.values.sharded import Block, Links, ShardedTrace, ShardingPlan, Unit
 
 __all__ = [
     "Block",

@@ -13,9 +13,9 @@ from itertools import accumulate, combinations, pairwise, product
 from math import inf
 from typing import NamedTuple
 
-from anabranch.fsdp.planning.simulator import UnitCost, host_order, peak_of, unit_cost, walk
-from anabranch.fsdp.planning.values import Links, ShardedTrace, ShardingPlan, Unit
+from anabranch.fsdp.planning.simulator import UnitCost, host_order, merged, peak_nbytes, peak_of, rest_of, walk
 from anabranch.values.errors import PlanError
+from anabranch.values.sharded import Links, ShardedTrace, ShardingPlan, Unit
 
 FEW = 5000  # plans, all of which are simulated
 TRIALS = 2000  # plans that a search simulates at most
@@ -44,7 +44,7 @@ def plan(
     more.
     """
     scores = _Scores(trace, links, memory_nbytes, per_block)
-    count = len(trace)
+    count, names = len(trace), [block.name for block in trace.blocks]
     least = Candidate(tuple(range(count + 1)), (True,) * count, 1)  # as FSDP2's users make them
     kept = Candidate(least.edges, (False,) * count, count)
     bounded = memory_nbytes is not None
@@ -54,13 +54,12 @@ def plan(
         candidates = [_climbed(start, scores, TRIALS // STARTS) for start in starts[:STARTS]]
     best = min((least, *candidates), key=scores.of)
     if scores.of(best) == NEVER:
-        needed = peak_of(scores.sizes(least.edges), host_order(least.reshard, least.prefetch))
+        needed = peak_nbytes(trace, ShardingPlan.per_block(names))
         raise PlanError(
             f"memory_nbytes is {memory_nbytes}: a unit per block, each freed after forward, needs {needed} "
             f"({needed / MIB:.0f} MiB) for gathered parameters and gradients; allow as much, or divide blocks"
         )
     best = scores.slimmed(best)
-    names = [block.name for block in trace.blocks]
     pieces = zip(pairwise(best.edges), best.reshard, strict=True)
     return ShardingPlan(tuple(Unit(tuple(names[a:b]), reshard) for (a, b), reshard in pieces), best.prefetch)
 
@@ -71,9 +70,7 @@ class _Scores:
     def __init__(self, trace: ShardedTrace, links: Links, memory_nbytes: int | None, per_block: bool) -> None:
         self._trace, self._links, self._memory_nbytes = trace, links, memory_nbytes
         self._min_units = len(trace) if per_block else 1
-        columns = zip(*((b.nbytes, b.gradient_nbytes, b.forward_s, b.backward_s) for b in trace.blocks), strict=True)
-        self._totals = [list(accumulate(column, initial=0)) for column in columns]
-        self._rest = unit_cost(trace.rest_nbytes, trace.rest_gradient_nbytes, 0.0, 0.0, links)
+        self._rest = UnitCost.of(rest_of(trace), links)
         self._units: dict[tuple[int, int], UnitCost] = {}
         self._known: dict[Candidate, Score] = {}
 
@@ -81,10 +78,6 @@ class _Scores:
         if candidate not in self._known:
             self._known[candidate] = self._simulated(candidate)
         return self._known[candidate]
-
-    def sizes(self, edges: Sequence[int]) -> list[tuple[int, int]]:
-        """Bytes of parameters and of gradients of the units, the rest last."""
-        return [(unit.nbytes, unit.gradient_nbytes) for unit in self._costs(edges)]
 
     def slimmed(self, best: Candidate) -> Candidate:
         """The same units with the shortest prefetch that is as fast."""
@@ -95,19 +88,16 @@ class _Scores:
         if len(candidate.reshard) < self._min_units:
             return NEVER
         actions = list(host_order(candidate.reshard, candidate.prefetch))
-        peak = peak_of(self.sizes(candidate.edges), actions)
+        costs = [*(self._unit(low, high) for low, high in pairwise(candidate.edges)), self._rest]
+        peak = peak_of([cost.sums for cost in costs], actions)
         if self._memory_nbytes is not None and peak > self._memory_nbytes:
             return NEVER
-        finish = walk(self._costs(candidate.edges), self._trace, actions, self._links.overlaps)
+        finish = walk(costs, self._trace, actions, self._links.overlaps)
         return float(f"{finish.step_s:.10g}"), peak, len(candidate.reshard)  # rounding is no gain
-
-    def _costs(self, edges: Sequence[int]) -> list[UnitCost]:
-        return [*(self._unit(low, high) for low, high in pairwise(edges)), self._rest]
 
     def _unit(self, low: int, high: int) -> UnitCost:
         if (low, high) not in self._units:
-            nbytes, gradient_nbytes, forward_s, backward_s = (total[high] - total[low] for total in self._totals)
-            self._units[low, high] = unit_cost(int(nbytes), int(gradient_nbytes), forward_s, backward_s, self._links)
+            self._units[low, high] = UnitCost.of(merged(self._trace.blocks[low:high]), self._links)
         return self._units[low, high]
 
 

@@ -3,8 +3,8 @@
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from anabranch.fsdp.planning.values import ShardingPlan
 from anabranch.values.kinds.names import COMPRESSED, DENSE, density_of
+from anabranch.values.sharded import ShardingPlan
 
 KEPT, RESHARD, PLANNED = "", "reshard", "planned"
 TITLES: Mapping[str, str] = {

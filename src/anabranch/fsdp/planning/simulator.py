@@ -14,10 +14,10 @@ The host is taken to be far ahead of the device. Copies into and out of the buff
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, Self
 
-from anabranch.fsdp.planning.values import Links, ShardedTrace, ShardingPlan
 from anabranch.values.checks import Meta
+from anabranch.values.sharded import Block, Links, ShardedTrace, ShardingPlan
 from anabranch.values.timeline import COMPUTE, Span, Timeline
 
 INSIDE, BETWEEN = "inside", "between"
@@ -35,29 +35,32 @@ class Action(NamedTuple):
 
 
 class UnitCost(NamedTuple):
-    """A unit in numbers: bytes of parameters and of gradients, and seconds of what it does."""
+    """A unit, as one block, and the seconds of its messages."""
 
-    nbytes: int
-    gradient_nbytes: int
-    forward_s: float
-    backward_s: float
+    sums: Block
     gather_s: float
     reduce_s: float
     average_s: float
 
+    @classmethod
+    def of(cls, sums: Block, links: Links) -> Self:
+        """What this unit sends, on these links."""
+        reduced = sums.gradient_nbytes
+        return cls(sums, links.gather_s(sums.nbytes), links.reduce_s(reduced), links.average_s(reduced))
+
 
 def simulate(trace: ShardedTrace, plan: ShardingPlan, links: Links) -> Timeline:
     """The predicted timeline of one step: computing, messages inside, messages between. Time zero: backward starts."""
-    plan.check(trace)
-    labels = [*(unit_label(unit.names) for unit in plan.units), REST_LABEL]
+    units = _units(trace, plan)
     spans: list[tuple[str, str, float, float]] = []
 
     def record(track: str, what: str, unit: int, start_s: float, end_s: float) -> None:
         if end_s > start_s:
-            name = what if track == COMPUTE and unit == REST else f"{what} {labels[unit]}"
+            name = what if track == COMPUTE and unit == REST else f"{what} {units[unit].name}"
             spans.append((track, name, start_s, end_s))
 
-    finish = walk(_unit_costs(trace, plan, links), trace, _actions(plan), links.overlaps, record)
+    costs = [UnitCost.of(unit, links) for unit in units]
+    finish = walk(costs, trace, _actions(plan), links.overlaps, record)
     if not any(track == COMPUTE for track, *_ in spans):
         spans.append((COMPUTE, "nothing", finish.backward_s, finish.backward_s))
     meta: Meta = {"source": "simulated", "units": len(plan), "peak_nbytes": peak_nbytes(trace, plan)}
@@ -72,8 +75,8 @@ def unit_label(names: Sequence[str]) -> str:
 
 def step_s(trace: ShardedTrace, plan: ShardingPlan, links: Links) -> float:
     """How long the step takes: ``simulate(...).iteration_s`` without building the timeline."""
-    plan.check(trace)
-    return walk(_unit_costs(trace, plan, links), trace, _actions(plan), links.overlaps).step_s
+    costs = [UnitCost.of(unit, links) for unit in _units(trace, plan)]
+    return walk(costs, trace, _actions(plan), links.overlaps).step_s
 
 
 def peak_nbytes(trace: ShardedTrace, plan: ShardingPlan) -> int:
@@ -81,7 +84,7 @@ def peak_nbytes(trace: ShardedTrace, plan: ShardingPlan) -> int:
 
     Shards, the optimizer's state and activations come on top, whatever the plan.
     """
-    return peak_of([sums[:2] for sums in _sums(trace, plan)], _actions(plan))
+    return peak_of(_units(trace, plan), _actions(plan))
 
 
 def host_order(reshard: Sequence[bool], prefetch: int) -> Iterator[Action]:
@@ -161,14 +164,14 @@ def walk(
         elif kind == "use again":
             gate_s = compute_s = max(compute_s, arrived[unit])
         elif kind == "forward":
-            what, seconds = ("before", trace.before_s) if unit == REST else ("forward", one.forward_s)
+            what, seconds = ("before", trace.before_s) if unit == REST else ("forward", one.sums.forward_s)
             compute_s = run(COMPUTE, what, unit, compute_s, seconds)
         elif kind == "loss":
             compute_s = run(COMPUTE, "loss", unit, compute_s, trace.loss_s)
             gate_s = used_s
         elif kind == "backward":
             backward_s = compute_s if backward_s is None else backward_s
-            compute_s = run(COMPUTE, "backward", unit, compute_s, one.backward_s)
+            compute_s = run(COMPUTE, "backward", unit, compute_s, one.sums.backward_s)
         elif kind == "reduce":
             compute_s = max(compute_s, reduced_s)
             reduced_s = compute_s
@@ -189,15 +192,13 @@ class UnshardedBytes(NamedTuple):
     reducing: int
 
 
-def unsharded_at(
-    sizes: Sequence[tuple[int, int]], actions: Iterable[Action]
-) -> Iterator[tuple[Action, UnshardedBytes]]:
-    """What is held at the fullest moment of each action; sizes are (parameter bytes, gradient bytes), the rest last."""
+def unsharded_at(units: Sequence[Block], actions: Iterable[Action]) -> Iterator[tuple[Action, UnshardedBytes]]:
+    """What is held at the fullest moment of each action; ``units``: each as one block, the rest last."""
     parameters = gradients = gathering = reducing = 0
     kept = 0  # the buffer of the last gather in forward, which lives until the next unit is used
     for action in actions:
         kind, unit = action
-        nbytes, gradient_nbytes = sizes[unit]
+        nbytes, gradient_nbytes = units[unit].nbytes, units[unit].gradient_nbytes
         freed = 0
         if kind == "gather":
             gathering += nbytes
@@ -221,35 +222,33 @@ def unsharded_at(
             gradients -= gradient_nbytes
 
 
-def peak_of(sizes: Sequence[tuple[int, int]], actions: Iterable[Action]) -> int:
-    """``peak_nbytes`` for (parameter bytes, gradient bytes) of the units, the rest last, and FSDP2's ``actions``."""
-    return max(sum(held) for _, held in unsharded_at(sizes, actions))
+def peak_of(units: Sequence[Block], actions: Iterable[Action]) -> int:
+    """``peak_nbytes`` of these units, each as one block, the rest last, and FSDP2's ``actions``."""
+    return max(sum(held) for _, held in unsharded_at(units, actions))
 
 
 def _actions(plan: ShardingPlan) -> Iterator[Action]:
     return host_order([unit.reshard for unit in plan.units], plan.prefetch)
 
 
-def _sums(trace: ShardedTrace, plan: ShardingPlan) -> list[tuple[int, int, float, float]]:
-    """By unit, the rest last: bytes of parameters and of gradients, seconds of forward and of backward."""
+def _units(trace: ShardedTrace, plan: ShardingPlan) -> list[Block]:
+    """Each unit as one block, the rest last."""
+    plan.check(trace)
     blocks = iter(trace.blocks)
-    found = []
-    for unit in plan.units:
-        mine = [next(blocks) for _ in unit.names]
-        found.append((
-            sum(block.nbytes for block in mine), sum(block.gradient_nbytes for block in mine),
-            sum(block.forward_s for block in mine), sum(block.backward_s for block in mine),
-        ))  # fmt: skip
-    return [*found, (trace.rest_nbytes, trace.rest_gradient_nbytes, 0.0, 0.0)]
+    return [*(merged([next(blocks) for _ in unit.names]) for unit in plan.units), rest_of(trace)]
 
 
-def _unit_costs(trace: ShardedTrace, plan: ShardingPlan, links: Links) -> list[UnitCost]:
-    return [unit_cost(*sums, links) for sums in _sums(trace, plan)]
+def merged(blocks: Sequence[Block]) -> Block:
+    """A unit of these blocks, as one block."""
+    return Block(
+        unit_label([block.name for block in blocks]),
+        sum(block.nbytes for block in blocks),
+        sum(block.gradient_nbytes for block in blocks),
+        sum(block.forward_s for block in blocks),
+        sum(block.backward_s for block in blocks),
+    )
 
 
-def unit_cost(nbytes: int, gradient_nbytes: int, forward_s: float, backward_s: float, links: Links) -> UnitCost:
-    """A unit in numbers."""
-    return UnitCost(
-        nbytes, gradient_nbytes, forward_s, backward_s, links.gather_s(nbytes), links.reduce_s(gradient_nbytes),
-        links.average_s(gradient_nbytes),
-    )  # fmt: skip
+def rest_of(trace: ShardedTrace) -> Block:
+    """What is in no block, as one."""
+    return Block(REST_LABEL, trace.rest_nbytes, trace.rest_gradient_nbytes, 0.0, 0.0)

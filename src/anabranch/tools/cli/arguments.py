@@ -5,16 +5,13 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
 
-from anabranch.fsdp.planning import ShardedTrace, ShardingPlan
-from anabranch.fsdp.planning.values import FORMATS
 from anabranch.tools.cli import network_text
 from anabranch.tools.network_presets import PRESETS, NetworkRange
 from anabranch.tuning.plan_cache import FORMAT, Entry
 from anabranch.values import files
 from anabranch.values.errors import FileError
-from anabranch.values.files import KINDS, Noun
+from anabranch.values.files import KINDS, Noun, expected
 from anabranch.values.network import Network
 from anabranch.values.plan import Plan
 from anabranch.values.trace import Trace
@@ -22,17 +19,15 @@ from anabranch.values.trace import Trace
 LEAST_RANKS = 2  # with a link between them
 NO_COMPRESSION = "none"  # as the value of --compress
 
-OfKind = TypeVar("OfKind", Trace, Network, Plan)
-
 
 def trace(text: str) -> Trace:
     """The trace in a file, or the bundled one of this name."""
-    return _expected(_file_or_bundled(text), Trace, text)
+    return expected(_file_or_bundled(text), Trace, text)
 
 
 def plan(path: Path) -> Plan:
     """The plan in a file."""
-    return _expected(files.load(path), Plan, path)
+    return files.load_as(Plan, path)
 
 
 def network(text: str) -> Network:
@@ -47,7 +42,7 @@ def network(text: str) -> Network:
             f"network {text!r}: no such file, no name ({', '.join(PRESETS)}), and no description of a network, such as "
             f"{network_text.EXAMPLES['ring']} (also {', '.join(network_text.EXAMPLES)})"
         )
-    return _expected(files.load(text), Network, text)
+    return files.load_as(Network, text)
 
 
 def network_ranges(texts: Iterable[str]) -> list[NetworkRange]:
@@ -75,17 +70,16 @@ def compressions(given: Sequence[str] | None, default: Sequence[str]) -> list[st
     return [] if given == [NO_COMPRESSION] else list(dict.fromkeys(given or default))
 
 
-def content(text: str) -> Noun | ShardedTrace | ShardingPlan | Entry:
+def content(text: str) -> Noun | Entry:
     """What a file holds, the bundled trace of this name, or the network that the text means."""
     if network_text.is_description(text) or text.partition(":")[0] in PRESETS:
         return network(text)
     if not _is_file(text):
         return _file_or_bundled(text)
-    classes: dict[str, Any] = {**KINDS, **{name: cls for cls, name in FORMATS.items()}}
-    kind, fields = files.opened(files.parse_json(files.read_bytes(Path(text)), text), text, [*classes, FORMAT])
+    kind, fields = files.opened(files.parse_json(files.read_bytes(Path(text)), text), text, [*KINDS, FORMAT])
     if kind == FORMAT:
         return Entry.of_fields(fields, text)
-    noun: Noun | ShardedTrace | ShardingPlan = files.validated(classes[kind], fields, text)
+    noun: Noun = files.validated(KINDS[kind], fields, text)
     return noun
 
 
@@ -103,9 +97,3 @@ def _file_or_bundled(text: str) -> Noun:
 def _is_file(text: str) -> bool:
     """Also true for a pipe, as the shell makes for <(...). ``Path`` would fail on a very long name."""
     return os.path.exists(text) and not os.path.isdir(text)  # noqa: PTH110, PTH112
-
-
-def _expected(noun: Noun, kind: type[OfKind], where: str | Path) -> OfKind:
-    if not isinstance(noun, kind):
-        raise FileError(f"{where}: holds a {type(noun).__name__.lower()}, expected a {kind.__name__.lower()}")
-    return noun

@@ -9,8 +9,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Argument, Option
 
-from anabranch.fsdp.planning import ShardedTrace, ShardingPlan
-from anabranch.fsdp.planning import values as sharding_values
 from anabranch.tools.cli import arguments
 from anabranch.tools.cli.options import JsonOption
 from anabranch.tools.cli.output import print_json, show_tables
@@ -21,6 +19,7 @@ from anabranch.values.files import bundled_traces, dumps, load_bundled_trace
 from anabranch.values.links import TwoLevel
 from anabranch.values.network import Network
 from anabranch.values.plan import Plan
+from anabranch.values.sharded import ShardedTrace, ShardingPlan
 from anabranch.values.timeline import Timeline
 from anabranch.values.trace import Trace
 
@@ -59,12 +58,8 @@ def show(file: Annotated[str, FILE], as_json: JsonOption = False) -> None:
     if not as_json:
         show_tables(*report)
         return
-    written: Any = dumps
-    if isinstance(found, Entry):
-        written = Entry.text
-    elif isinstance(found, ShardedTrace | ShardingPlan):
-        written = sharding_values.dumps
-    print_json({"command": "show", "summary": summary, "content": json.loads(written(found))})
+    text = found.text() if isinstance(found, Entry) else dumps(found)
+    print_json({"command": "show", "summary": summary, "content": json.loads(text)})
 
 
 def cache(

@@ -19,6 +19,7 @@ from anabranch.values.errors import FileError
 from anabranch.values.files import KINDS, brief, complaint, loads, parse_json, read_bytes
 from anabranch.values.network import Network
 from anabranch.values.plan import Plan
+from anabranch.values.sharded import ShardedTrace, ShardingPlan
 from anabranch.values.timeline import Timeline
 from anabranch.values.trace import Trace
 
@@ -122,9 +123,10 @@ def parse_file(text: bytes, where: str) -> Content:
     if not isinstance(document, dict):
         raise _UnknownError(f"{where}: holds a JSON {type(document).__name__}; expected {EXPECTED}")
     if "format" in document:
-        if not isinstance(document["format"], str) or document["format"] not in KINDS:
+        noun = loads(text, where) if document["format"] in list(KINDS) else None
+        if noun is None or isinstance(noun, ShardedTrace | ShardingPlan):  # there is no page of these
             raise _UnknownError(f"{where}: 'format' is {brief(document['format'])}; expected {EXPECTED}")
-        return loads(text, where)
+        return noun
     if isinstance(document.get("traceEvents"), list):
         return _window(document, where)
     return _document(document, where)

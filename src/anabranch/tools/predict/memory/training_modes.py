@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import cast
 
 from anabranch.fsdp.planning.sharding_modes import RESHARD, UNPLANNED, ShardingMode, sharding_mode
-from anabranch.fsdp.planning.simulator import REST, host_order, unsharded_at
+from anabranch.fsdp.planning.simulator import REST, REST_LABEL, host_order, unsharded_at
 from anabranch.planning import memory
 from anabranch.planning.memory import (
     FLOAT_NBYTES,
@@ -34,6 +34,7 @@ from anabranch.planning.memory import (
 from anabranch.tools.predict.scaling.sharding import block_of
 from anabranch.values.kinds.formats import STORED
 from anabranch.values.kinds.names import AUTO, COMPRESSED, DENSE, OKTOPK
+from anabranch.values.sharded import Block
 
 DDP, LEAN_DENSE, NAIVE, LEAN, LEAN_BF16, LEAN_INT8 = (
     "ddp", "lean, dense", "naive sparse", "lean", "lean, residuals bf16", "lean, residuals int8",
@@ -99,15 +100,15 @@ def _sharded(profile: StepProfile, setting: Setting, sharded: ShardingMode) -> I
     nbytes = dict.fromkeys([*blocks, ""], 0)
     for gradient in profile.gradients:
         nbytes[block_of(gradient.name)] += gradient.nbytes
-    sizes = [(nbytes[block], nbytes[block]) for block in (*blocks, "")]
+    units = [Block(block or REST_LABEL, nbytes[block], nbytes[block], 0.0, 0.0) for block in (*blocks, "")]
     done = 0  # gradients whose backward is over
-    for (kind, unit), held in unsharded_at(sizes, host_order([sharded.units == RESHARD] * len(blocks), 1)):
+    for (kind, unit), held in unsharded_at(units, host_order([sharded.units == RESHARD] * len(blocks), 1)):
         gathered = {"weights": held.parameters, "send": held.reducing, "receive": held.gathering}
         if kind == "forward" and unit == len(blocks) - 1:  # the last one; REST where there is no block
             yield shards.plus_use("end of forward", profile.gradients[0].peak_before._replace(gradients=0), **gathered)
         elif kind == "backward":
             end = last[blocks[unit]] + 1
-            waiting = held.gradients - sizes[unit][1]
+            waiting = held.gradients - units[unit].gradient_nbytes
             for gradient in profile.gradients[done:end]:
                 yield shards.plus_use(
                     until_gradient(gradient.name), gradient.peak_before, gradients=waiting, **gathered
@@ -117,7 +118,7 @@ def _sharded(profile: StepProfile, setting: Setting, sharded: ShardingMode) -> I
         elif kind == "reduce" and unit != REST:
             use = profile.gradients[done - 1].when_ready._replace(gradients=0)
             yield shards.plus_use(f"reduction of {blocks[unit]}", use, gradients=held.gradients, **gathered)
-    last_reduction_nbytes = sizes[0][1] if blocks else 0
+    last_reduction_nbytes = units[0].gradient_nbytes if blocks else 0
     yield from _end(profile, shards, profile.gradients[done:], nbytes[""], last_reduction_nbytes)
     workspace = profile.optimizer.workspace_nbytes // ranks
     yield shards.plus_use("optimizer step", profile.after_backward, workspace=workspace)

@@ -1,27 +1,13 @@
-"""What planning a sharded model reads and writes: the trace of a step, a sharding plan, the networks; and their files.
-
-Files keep the promises of ``anabranch.values.files``.
-"""
+"""What planning a sharded model reads and writes: the trace of a step, a sharding plan, the networks."""
 
 import itertools
-import os
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
-from typing import ClassVar, Self, TypeVar
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import ClassVar, Self
 
 from anabranch.values.checks import STRICT, Meta, check_nbytes, check_seconds, frozen_meta
 from anabranch.values.errors import PlanError
-from anabranch.values.files import (
-    VERSION,
-    json_text,
-    opened,
-    parse_json,
-    read_bytes,
-    validated,
-    write_text,
-)
 from anabranch.values.network import ALL_GATHER, REDUCE_SCATTER, Network
 
 
@@ -226,32 +212,3 @@ class Links:
         if collective in self.inside.curves:
             return self.inside.seconds(collective, nbytes)
         return self.inside.allreduce_s(nbytes) / 2
-
-
-Sharded = TypeVar("Sharded", ShardedTrace, ShardingPlan)
-
-FORMATS: Mapping[type[ShardedTrace] | type[ShardingPlan], str] = {
-    ShardedTrace: "sharded_trace",
-    ShardingPlan: "sharding_plan",
-}
-
-
-def load(cls: type[Sharded], path: str | os.PathLike[str]) -> Sharded:
-    """The trace or plan in a file; FileError, naming file and field, if it does not hold exactly that."""
-    where = str(path)
-    _, content = opened(parse_json(read_bytes(Path(path)), where), where, (FORMATS[cls],))
-    found: Sharded = validated(cls, content, where)
-    return found
-
-
-def save(noun: ShardedTrace | ShardingPlan, path: str | os.PathLike[str], force: bool = False) -> None:
-    """Write a trace or plan. An existing file is replaced only with ``force``."""
-    write_text(dumps(noun), path, force)
-
-
-def dumps(noun: ShardedTrace | ShardingPlan) -> str:
-    """The content of a file; floats read back the same."""
-    if type(noun) not in FORMATS:
-        expected = " or ".join(cls.__name__ for cls in FORMATS)
-        raise ValueError(f"cannot save a {type(noun).__name__}: expected a {expected}; for others there is ab.save")
-    return json_text({"format": FORMATS[type(noun)], "version": VERSION, **asdict(noun)})
