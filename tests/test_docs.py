@@ -271,7 +271,8 @@ def test_quick_commands_run(play: Path, monkeypatch: pytest.MonkeyPatch, capsys:
         given = [word for word in words[1:] if word in ("run/", "run", "run.jsonl", "steps.json")]
         words = [word for word in words if word not in given or (play / word).exists()]
         if can_run(words):
-            forced = [] if words[0] in ("compare", "show", "memory", "list") or "--force" in words else ["--force"]
+            writes = words[0] not in ("compare", "scale", "show", "memory", "list")
+            forced = ["--force"] if writes and "--force" not in words else []
             assert main([*words, *forced]) == 0, f"{where}: {shlex.join(words)}: {capsys.readouterr().err}"
             ran.add(words[0])
     sys.modules.pop("train", None)

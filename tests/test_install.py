@@ -174,7 +174,6 @@ def test_a_command_whose_extra_is_missing_says_which_in_one_line(installed: Inst
     installed.command("plan", *what, "-o", "one.json")
     installed.command("simulate", *what, "--plan", "one.json", "-o", "timeline.json")
     assert f"anabranch report needs plotly, {needs}[report]'" in installed.error("report", "timeline.json", "one.json")
-    assert f"--plot needs plotly, {needs}[report]'" in installed.error("scale", *what[:2], "--plot", "scaling.html")
     assert f"anabranch lab needs pyroute2, {needs}[lab]'" in installed.error("lab", "--rate", "1gbit", "--", "true")
     model = installed.error("record", "resnet50", "--device", "cpu", "-o", "trace.json")
     assert f"the model resnet50 needs torchvision, {needs}[models]' 'torch==" in model

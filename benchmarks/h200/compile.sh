@@ -1,7 +1,7 @@
 #!/bin/bash
 # benchmarks/h200/compile.sh PART...   DataParallel under torch.compile; $OUT gets Markdown files. Run in the root of the repository; python3 has torch.
-# Parts: test times resnet channels_times channels bert (default: all, in this order), oktopk. Seconds are of an H200, 16 cores, four ranks.
-# "times" compiles what "resnet" needs, on all cores at once, and leaves it in torch's caches; "channels_times" does so for "channels".
+# Parts: test times resnet bert (default: all, in this order), oktopk. Seconds are of an H200, 16 cores, four ranks.
+# "times" compiles what "resnet" needs, on all cores at once, and leaves it in torch's caches.
 set -u
 export PYTHONPATH=src:tests:carry/site:. PYTHONUNBUFFERED=1
 export TORCHINDUCTOR_CACHE_DIR=${TORCHINDUCTOR_CACHE_DIR:-/tmp/inductor} TORCHINDUCTOR_COMPILE_THREADS=4 OMP_NUM_THREADS=2
@@ -28,10 +28,6 @@ part_times() {  # about 70 s
   times compiling_resnet50
 }
 
-part_channels_times() {  # about 70 s
-  times compiling_resnet50_channels_last --channels-last
-}
-
 lab() {  # seconds, report, then arguments of bench
   local limit=$1 report=$2; shift 2
   timeout -k 20 "$limit" $PY -m anabranch lab --hosts $HOSTS --rate $RATE --backend $BACKEND -- \
@@ -41,27 +37,22 @@ lab() {  # seconds, report, then arguments of bench
   mv "$OUT/$report.log" "$OUT/$report.log.md"
 }
 
-part_resnet() {  # about 150 s after "times", 260 s without; DDP cut and uncut
-  lab ${RESNET_S:-300} compiled_resnet50 --model resnet50:$BATCH --compress int8 --skip 'DataParallel, int8' --only uncut \
+part_resnet() {  # about 150 s after "times", 260 s without
+  lab ${RESNET_S:-300} compiled_resnet50 --model resnet50:$BATCH --compress int8 \
     --num-iters 4 --num-batches-per-iter 8
 }
 
-part_channels() {  # about 130 s after "channels_times", 240 s without
-  lab ${CHANNELS_S:-250} compiled_resnet50_channels_last --model resnet50:$BATCH --channels-last --compress int8 \
-    --skip 'DataParallel, int8' --num-iters 4 --num-batches-per-iter 8
-}
-
 part_oktopk() {  # instead of int8
-  lab ${RESNET_S:-300} compiled_resnet50_oktopk --model resnet50:$BATCH --compress oktopk:0.01 --skip 'DataParallel, oktopk:0.01' \
-    --skip 'DDP, compiled' --num-iters 4 --num-batches-per-iter 8
+  lab ${RESNET_S:-300} compiled_resnet50_oktopk --model resnet50:$BATCH --compress oktopk:0.01 \
+    --num-iters 4 --num-batches-per-iter 8
 }
 
 part_bert() {  # about 190 s; eager and compiled, dense and int8. Dense steps take 0.2 s, so searches are shorter
-  SEARCH=${BERT_SEARCH:-93} lab ${BERT_S:-200} compiled_bert --model bert-base --compress int8 --skip 'compute only, compiled' \
-    --skip 'DDP, compiled' --num-iters 3 --num-batches-per-iter 5
+  SEARCH=${BERT_SEARCH:-93} lab ${BERT_S:-200} compiled_bert --model bert-base --compress int8 \
+    --num-iters 3 --num-batches-per-iter 5
 }
 
-for part in ${@:-test times resnet channels_times channels bert}; do
+for part in ${@:-test times resnet bert}; do
   said "$part"
   part_$part
   said "$part over"

@@ -1,11 +1,12 @@
 """Agreement among real ranks: the same bytes everywhere, and differences that every rank names in the same words."""
 
+from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 
-from anabranch import Bucket, DisagreementError, Network, Plan, TensorSpec, Trace
+from anabranch import Bucket, CollectiveError, DisagreementError, Network, Plan, TensorSpec, Trace
 from anabranch.exchange.agreement import agree_on, all_or_none, check_same, from_all_ranks, from_rank_0
 from anabranch.exchange.contracts import Group
 from ranks import Case, cases_on_ranks, on_ranks
@@ -185,3 +186,18 @@ def test_what_fails_on_one_rank_fails_on_all(among_three: Answers) -> None:
     assert [answer[1] for answer in answers] == [told, "no 1", told]
     assert [answer[2] for answer in answers][1].startswith("building failed on ranks 0, 2, and not here; rank 0")
     assert [answer[3] for answer in answers] == ["no 0", "no 1", "no 2"]
+
+
+def without_rank_1(rank: int) -> str:
+    """What rank 0 is told when rank 1 does not answer within the group's timeout."""
+    group = dist.new_group(timeout=timedelta(seconds=1))
+    if rank == 1:
+        return ""
+    with pytest.raises(CollectiveError) as failed:
+        from_all_ranks(b"still here", group)
+    return str(failed.value)
+
+
+def test_a_rank_that_does_not_answer_is_an_error_with_advice() -> None:
+    said, _ = on_ranks(without_rank_1, 2)
+    assert "ranks could not agree" in said and "look for the first error among all ranks" in said

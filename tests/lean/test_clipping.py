@@ -11,7 +11,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import anabranch as ab
-from anabranch.lean.bucket_update import NonzeroValues
+from anabranch.lean.bucket_update import HeldUpdate
+from anabranch.planning.memory import HELD_NBYTES
 from anabranch.values.errors import UpdateError
 from lean.launches import Answers, each_on_ranks
 from lean.test_parallel import OPTIMIZERS, made, planned, tokens
@@ -379,8 +380,13 @@ def test_values_that_are_not_zero_are_the_whole() -> None:
     whole = torch.zeros(1000)
     whole[::37] = torch.randn(28)
     whole[5] = math.nan
-    kept = NonzeroValues.of(whole)
-    assert torch.equal(kept.whole().nan_to_num(7.0), whole.nan_to_num(7.0)) and kept.nbytes == 8 * 29
+    bucket: Any = None
+    kept = HeldUpdate(bucket, whole, torch.tensor(True), None).compacted()
+    assert kept.held.is_sparse and kept.held.values().nbytes + kept.held.indices().nbytes == HELD_NBYTES * 29
+    assert torch.equal(kept.average().nan_to_num(7.0), whole.nan_to_num(7.0))
+    full = torch.ones(1000)
+    copied = HeldUpdate(bucket, full, torch.tensor(True), None).compacted().held
+    assert not copied.is_sparse and torch.equal(copied, full) and copied.data_ptr() != full.data_ptr()
 
 
 def freed(rank: int) -> list[int]:

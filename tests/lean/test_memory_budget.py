@@ -13,10 +13,11 @@ from torch import nn
 
 import anabranch as ab
 from anabranch.lean.activations.solver import Action, BlockCosts, BudgetError
-from anabranch.lean.memory_budget import ALIKE, Gradient, Held, Storage, check_fits, choose_within, gradients_of
+from anabranch.lean.memory_budget import ALIKE, Held, Storage, check_fits, choose_within, gradients_of
 from anabranch.planning.memory import (
     FRAGMENTATION,
     OptimizerMemory,
+    ReadyGradient,
     Setting,
     TrainingMode,
     allocated_nbytes,
@@ -52,11 +53,11 @@ SETTING = Setting(ranks=2, density=0.5, buckets=None, blas_workspace_nbytes=0)
 def held_of(blocks: list[BlockCosts], numel: int, clips: bool = False, every: int = 1) -> Held:
     """A model of which each ``every``-th block has a matrix of ``numel`` elements, a bucket; 0: one dense bucket."""
     made = [
-        Gradient(f"weight{number}", max(1, numel), allocated_nbytes(4 * max(1, numel)), True, block.name)
+        (block.name, ReadyGradient(f"weight{number}", max(1, numel), allocated_nbytes(4 * max(1, numel))))
         for number, block in reversed(list(enumerate(blocks)))
         if number % every == 0
     ]
-    setting = replace(SETTING, clips=clips, buckets=[[one.name] for one in made] if numel else None)
+    setting = replace(SETTING, clips=clips, buckets=[[one.name] for _, one in made] if numel else None)
     return Held(512, OptimizerMemory(1024), made, [(TrainingMode(OKTOPK if numel else DENSE, lean=True), setting)])
 
 
@@ -85,7 +86,7 @@ def test_the_choice_is_the_best_of_all(blocks: list[BlockCosts], numel: int, sha
             choose_within(blocks, storages, budget)
     else:
         found = choose_within(blocks, storages, budget)
-        assert best_s - 1e-9 <= found.choice.forecast.extra_s <= best_s + alike_s(blocks)
+        assert best_s - 1e-9 <= found.forecast.extra_s <= best_s + alike_s(blocks)
         assert found.peak_nbytes <= budget * (1 - FRAGMENTATION)
 
 
@@ -98,12 +99,12 @@ def test_residuals_stay_exact_where_that_costs_nothing() -> None:
     assert [storage.residuals for storage in storages] == ["in place", "bf16", "int8"]
     assert exact.held_nbytes > bf16.held_nbytes > int8.held_nbytes
     roomy = choose_within(blocks, storages, 100_000)
-    assert roomy.residuals == "in place" and roomy.choice.forecast.extra_s == 0.0
+    assert roomy.residuals == "in place" and roomy.forecast.extra_s == 0.0
     kept: dict[str, Action] = {block.name: "keep" for block in blocks}
-    assert roomy.choice.actions == kept and roomy.peak_nbytes == exact.peak(blocks, kept).nbytes
+    assert roomy.actions == kept and roomy.peak_nbytes == exact.peak(blocks, kept).nbytes
     between = (exact.peak(blocks, kept).nbytes + bf16.peak(blocks, kept).nbytes) // 2
     tight = choose_within(blocks, storages, int(between / (1 - FRAGMENTATION)))
-    assert tight.residuals == "bf16" and tight.choice.actions == kept
+    assert tight.residuals == "bf16" and tight.actions == kept
     exact_s, rounded_s = tight.tried["in place"], tight.tried["bf16"]
     assert rounded_s is not None and (exact_s is None or exact_s > rounded_s)
 
@@ -118,10 +119,10 @@ def language_model() -> tuple[list[BlockCosts], Held]:
         ),
     ]  # fmt: skip
     numels = {f"{number}": 14_910_000 for number in reversed(range(24))} | {"": 136_134_656}  # tied: it comes last
-    gradients = [Gradient(f"weight{name}", numel, 4 * numel, True, name) for name, numel in numels.items()]
-    names = [one.name for one in gradients]
+    gradients = [(name, ReadyGradient(f"weight{name}", numel, 4 * numel)) for name, numel in numels.items()]
+    names = [one.name for _, one in gradients]
     setting = Setting(ranks=4, buckets=[*(names[i : i + 2] for i in range(0, 24, 2)), names[24:]])
-    n = sum(one.nbytes for one in gradients)
+    n = sum(one.nbytes for _, one in gradients)
     return blocks, Held(n, OptimizerMemory(2 * n), gradients, [(TrainingMode(OKTOPK, lean=True), setting)])
 
 
@@ -131,7 +132,7 @@ def test_rounding_is_weighed_against_recomputing(memory_nbytes_per_s: float, cho
     blocks, held = language_model()
     found = choose_within(blocks, held.storages(blocks, memory_nbytes_per_s), 16 << 30)
     assert found.residuals == chosen
-    assert "recompute" in found.choice.actions.values()
+    assert "recompute" in found.actions.values()
 
 
 def test_without_residuals_there_is_nothing_to_store() -> None:
@@ -151,7 +152,7 @@ def test_the_error_names_the_least_that_would_do() -> None:
 def test_a_rank_that_needs_more_than_rank_0_says_so() -> None:
     storages = storages_of(BLOCKS, 0)
     budget = int(1.1 * storages[0].peak(BLOCKS, dict.fromkeys("0123", "keep")).nbytes)
-    message = choose_within(BLOCKS, storages, budget).message(budget)
+    message = choose_within(BLOCKS, storages, budget)._asdict()
     check_fits(message, BLOCKS, storages)
     larger = [BlockCosts(block.name, 1.0, 2.0, 2000, 20) for block in BLOCKS]
     needed = storages[0].peak(larger, message["actions"]).nbytes
@@ -166,13 +167,13 @@ def test_gradients_come_with_the_blocks_of_their_layers() -> None:
     model.layers = nn.ModuleList(nn.Sequential(nn.Linear(2, 2, bias=False), nn.ReLU()) for _ in range(2))
     model.head = nn.Linear(2, 3, bias=False)
     found = gradients_of(model, dict(model.named_parameters()), lambda parameter: len(parameter) == 2)
-    assert [(one.name, one.block, one.sparse) for one in found] == [
+    assert [(one.name, block, one.sparse) for block, one in found] == [
         ("head.weight", "(end)", False),
         ("layers.1.0.weight", "layers.1", True),
         ("layers.0.0.weight", "layers.0", True),
         ("embedding.weight", "", True),
     ]
-    assert {one.nbytes for one in found} == {512}
+    assert {one.nbytes for _, one in found} == {512}
 
 
 def sgd(parameters: Any) -> torch.optim.Optimizer:

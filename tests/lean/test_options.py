@@ -1,5 +1,6 @@
 """The options of Lean: wrong values are refused when they are given."""
 
+import math
 from typing import Any
 
 import pytest
@@ -18,6 +19,8 @@ import anabranch as ab
         ({"optimizer": torch.optim.SGD, "clip_norm": "1"}, "more than 0"),
         ({"optimizer": torch.optim.SGD, "clip_norm": True}, "more than 0"),
         ({"optimizer": torch.optim.SGD, "clip_norm": torch.tensor(1.0)}, "more than 0"),
+        ({"optimizer": torch.optim.SGD, "norm_type": math.inf}, "retired; clip_norm is of type 2"),
+        ({"optimizer": torch.optim.SGD, "error_if_nonfinite": True}, "is left out: see model.skipped"),
     ],
 )
 def test_bad_settings(arguments: dict[str, Any], says: str) -> None:

@@ -108,7 +108,7 @@ def test_clipping_holds_averages_until_the_end() -> None:
     profile, n = small(activations=0, layers=20, optimizer=OptimizerMemory(0, 20 * 40_000_000)), 20 * 40_000_000
     dense, sparse = (predict(profile, mode, Setting(clips=True)) for mode in ("lean, dense", "lean"))
     assert dense.at == "a bucket's step" and dense.kinds["gradients"] == n
-    assert sparse.kinds["gradients"] == 3 * 40_000_000 + n * 8 // 400  # two slots, one whole average, 1 % as pairs
+    assert sparse.kinds["gradients"] == 3 * 40_000_000 + n * 12 // 400  # two slots, one whole average, 1 % sparse
     early = small(activations=1000 * MIB, layers=20)
     assert predict(early, "lean, dense", Setting(clips=True)) == predict(early, "lean, dense"), "none at its peak"
 

@@ -17,13 +17,30 @@ import torch
 import torch.distributed as dist
 
 from anabranch.exchange.contracts import Group, issued
-from anabranch.values.errors import DisagreementError
+from anabranch.values.errors import CollectiveError, DisagreementError
 from anabranch.values.files import dumps, loads
 from anabranch.values.network import Network
 from anabranch.values.plan import Plan
 from anabranch.values.trace import Trace
 
 AnyNoun = TypeVar("AnyNoun", Trace, Network, Plan)
+
+
+@contextmanager
+def explained(what: str = "ranks could not agree") -> Iterator[None]:
+    """A context in which torch's error about a message becomes a CollectiveError that says what it was and what to do.
+
+    Torch does not say whose message it was.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if type(error) is not RuntimeError and not isinstance(error, dist.DistError):
+            raise
+        raise CollectiveError(
+            f"{what}: {error}. Another rank has died, stalled or left this step: look for the first error among all "
+            "ranks"
+        ) from error
 
 
 def wire_device(group: Group) -> torch.device:
@@ -33,6 +50,7 @@ def wire_device(group: Group) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device())
 
 
+@explained()
 def from_rank_0(payload: bytes | None, group: Group) -> bytes:
     """Rank 0's payload, on every rank; what other ranks pass is ignored."""
     device = wire_device(group)
@@ -53,6 +71,7 @@ def number_of_rank_0(number: int, group: Group) -> Callable[[], int]:
     sent = torch.tensor([number], dtype=torch.uint8, device=wire_device(group))
     work = issued(dist.broadcast(sent, group_src=0, group=group, async_op=True))
 
+    @explained()
     def received() -> int:
         work.wait()
         return int(sent.item())
@@ -60,6 +79,7 @@ def number_of_rank_0(number: int, group: Group) -> Callable[[], int]:
     return received
 
 
+@explained()
 def from_all_ranks(payload: bytes, *groups: Group) -> list[bytes]:
     """Every rank's payload, in rank order, on every rank."""
     payloads = [payload]
@@ -69,6 +89,7 @@ def from_all_ranks(payload: bytes, *groups: Group) -> list[bytes]:
     return payloads
 
 
+@explained()
 def to_rank_0(payload: bytes, group: Group) -> list[bytes]:
     """Every rank's payload, in rank order, on rank 0, which receives one at a time; an empty list on the others.
 
@@ -88,6 +109,7 @@ def to_rank_0(payload: bytes, group: Group) -> list[bytes]:
     return payloads
 
 
+@explained()
 def true_on_all_ranks(flag: bool, group: Group) -> bool:
     """Whether ``flag`` is true on every rank; all ranks get the same answer."""
     flags = torch.tensor([flag], dtype=torch.int32, device=wire_device(group))
@@ -95,6 +117,7 @@ def true_on_all_ranks(flag: bool, group: Group) -> bool:
     return bool(flags.item())
 
 
+@explained()
 def latest_over_ranks(trace: Trace, group: Group) -> Trace:
     """This trace with every time replaced by the latest over all ranks, since a collective waits for the last rank."""
     by_name = sorted(trace.tensors, key=lambda tensor: tensor.name)  # the same order on every rank

@@ -16,7 +16,6 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import inf
 from threading import Lock
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -29,44 +28,17 @@ from anabranch.lean.optimizers import BucketOptimizer
 from anabranch.values.errors import UpdateError
 
 
-class NonzeroValues(NamedTuple):
-    """A tensor that is mostly zeros."""
-
-    positions: torch.Tensor
-    values: torch.Tensor
-    numel: int
-
-    def whole(self) -> torch.Tensor:
-        """The tensor."""
-        record_stream(self.positions, self.values)
-        whole = self.values.new_zeros(self.numel)
-        whole[self.positions.long()] = self.values
-        return whole
-
-    @classmethod
-    def of(cls, whole: torch.Tensor) -> "NonzeroValues":
-        """The values of a flat tensor; waits for the device."""
-        positions = whole.nonzero().flatten()
-        dtype = torch.int32 if whole.numel() <= torch.iinfo(torch.int32).max else torch.int64
-        return cls(positions.to(dtype), whole[positions], whole.numel())
-
-    @property
-    def nbytes(self) -> int:
-        """The memory it needs."""
-        return self.positions.nbytes + self.values.nbytes
-
-
 @dataclass(frozen=True)
 class HeldUpdate:
     """The update of a bucket that is held until the norm is known.
 
-    held     the bucket's average
+    held     the bucket's average; a sparse tensor where that needs less memory
     finite   whether the average is finite, on the device
     used     as in ``BucketUpdater.exchange_and_step``, over all ranks; None: all were used
     """
 
     bucket: LiveBucket
-    held: torch.Tensor | NonzeroValues
+    held: torch.Tensor
     finite: torch.Tensor
     used: torch.Tensor | None
 
@@ -78,13 +50,16 @@ class HeldUpdate:
 
     def average(self) -> torch.Tensor:
         """The bucket's average."""
-        return self.held.whole() if isinstance(self.held, NonzeroValues) else self.held
+        if not self.held.is_sparse:
+            return self.held
+        record_stream(self.held.indices(), self.held.values())
+        return self.held.to_dense()
 
     def compacted(self) -> "HeldUpdate":
         """The same in as little memory of its own as it needs; waits for the device."""
-        average = self.average()
-        values = NonzeroValues.of(average)
-        return replace(self, held=values if values.nbytes < average.nbytes else average.clone())
+        sparse = self.held.to_sparse()
+        nbytes = sparse.indices().nbytes + sparse.values().nbytes
+        return replace(self, held=sparse if nbytes < self.held.nbytes else self.held.clone())
 
     def undo(self, loss_scale: float) -> None:
         """Give the average, times the scale of the loss, back to the residual it came from, where it is finite.
@@ -232,7 +207,7 @@ class BucketUpdater:
         if update.bucket.residual is None:  # nothing else uses the memory of its average before backward ends
             self._held.append(update)
         elif update.finite.is_cuda:
-            self._launch_later(update.average(), hold)
+            self._launch_later(update.held, hold)
         else:
             hold()
 

@@ -7,7 +7,7 @@ within the room. The one with the least sum is chosen; of those that differ by l
 most exact one.
 """
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -17,13 +17,21 @@ from torch import nn
 
 from anabranch.exchange.compression import Settings, keeps_residual, kinds_of
 from anabranch.lean.activations.blocks import END, REST, blocks_of
-from anabranch.lean.activations.solver import Action, BlockCosts, BudgetError, Choice, choose, in_use, smallest_budget
+from anabranch.lean.activations.solver import (
+    Action,
+    BlockCosts,
+    BudgetError,
+    Choice,
+    Forecast,
+    choose,
+    in_use,
+    smallest_budget,
+)
 from anabranch.observe.clock import clock_for
 from anabranch.planning.memory import (
     FRAGMENTATION,
+    NO_USE,
     Footprint,
-    MemoryUse,
-    Moment,
     OptimizerMemory,
     ReadyGradient,
     ResidualPlacement,
@@ -31,8 +39,8 @@ from anabranch.planning.memory import (
     StepProfile,
     TrainingMode,
     allocated_nbytes,
+    largest_footprint,
     lean_moments,
-    peak_footprint,
     residual_nbytes,
 )
 from anabranch.values.kinds.names import DENSE, OKTOPK, density_of
@@ -43,29 +51,19 @@ ROUNDED: tuple[ResidualPlacement, ...] = ("bf16", "int8")
 COPIED_NBYTES, COPIES = 64 << 20, 8  # to measure the device's memory: large enough that start-up costs do not count
 
 
-class Gradient(NamedTuple):
-    """A gradient of the live model, and the block with whose backward it comes."""
-
-    name: str
-    numel: int
-    nbytes: int
-    sparse: bool
-    block: str
-
-
 @dataclass(frozen=True)
 class Held:
     """What a rank holds besides activations and residuals.
 
     weights_nbytes   parameters and buffers
     optimizer        its state, and what a step needs on top
-    gradients        in the order of backward
+    gradients        in the order of backward, each behind the name of the block with whose backward it comes
     exchanges        those that plans may choose, each with its setting for the account
     """
 
     weights_nbytes: int
     optimizer: OptimizerMemory
-    gradients: Sequence[Gradient]
+    gradients: Sequence[tuple[str, ReadyGradient]]
     exchanges: Sequence[tuple[TrainingMode, Setting]]
 
     def storages(self, blocks: Sequence[BlockCosts], memory_nbytes_per_s: float) -> list["Storage"]:
@@ -81,58 +79,30 @@ class Held:
 
     def _step(self, blocks: Sequence[BlockCosts]) -> "BlockStep":
         """The step as the account sees it: gradients in the order in which the blocks are differentiated."""
-        own: dict[str, list[Gradient]] = {block.name: [] for block in reversed(blocks)}
-        for one in self.gradients:
-            own[one.block if one.block in own else blocks[0].name].append(one)  # what did not run comes last
-        none, ready, spans = MemoryUse(0), list[ReadyGradient](), {}
+        own: dict[str, list[ReadyGradient]] = {block.name: [] for block in reversed(blocks)}
+        for block_name, gradient in self.gradients:
+            own[block_name if block_name in own else blocks[0].name].append(gradient)  # what did not run comes last
+        ready: list[ReadyGradient] = []
+        blocks_at: dict[tuple[int, bool], list[str]] = defaultdict(list)
         for name, gradients in own.items():
-            spans[name] = range(len(ready), len(ready) + len(gradients))
-            ready += [ReadyGradient(one.name, one.numel, one.nbytes, none, none, one.sparse) for one in gradients]
-        return BlockStep(StepProfile(self.weights_nbytes, tuple(ready), none, self.optimizer), spans)
+            if not gradients:  # the next gradient follows it
+                blocks_at[min(len(ready), len(self.gradients) - 1), False].append(name)
+            for gradient in gradients:
+                for is_ready in (False, True):
+                    blocks_at[len(ready), is_ready].append(name)
+                ready.append(gradient)
+        return BlockStep(StepProfile(self.weights_nbytes, tuple(ready), NO_USE, self.optimizer), blocks_at)
 
 
-@dataclass(frozen=True)
-class BlockStep:
+class BlockStep(NamedTuple):
     """A step whose activations are known by block.
 
-    profile   without activations
-    spans     by block, in the order of backward: its gradients, as indices; where it has none, the next one follows it
+    profile     without activations
+    blocks_at   the blocks that may be differentiated at a moment: by its gradient's index, and whether that is ready
     """
 
     profile: StepProfile
-    spans: Mapping[str, range]
-
-    def on_top(self, moments: Sequence[Moment], held_nbytes: int) -> dict[str, int]:
-        """By block: what is in memory on top of ``held_nbytes`` while it is differentiated, activations apart."""
-        gradients = self.profile.gradients
-        most: dict[tuple[int, bool], int] = {}
-        for moment in moments:
-            if moment.index < len(gradients):
-                nbytes = moment.footprint.nbytes + gradients[moment.index].nbytes - held_nbytes
-                key = (moment.index, moment.ready)
-                most[key] = max(most.get(key, 0), nbytes)
-        return {
-            block: max(most.get((index, ready), 0) for index in self._seen(span) for ready in {False, bool(span)})
-            for block, span in self.spans.items()
-        }
-
-    def with_activations(self, in_use_nbytes: Mapping[str, int]) -> StepProfile:
-        """The profile with these bytes of activations while each block is differentiated."""
-        before, when_ready = ([0] * len(self.profile.gradients) for _ in range(2))
-        for block, span in self.spans.items():
-            for index in self._seen(span):
-                before[index] = max(before[index], in_use_nbytes[block])
-                when_ready[index] = in_use_nbytes[block] if span else when_ready[index]
-        gradients = tuple(
-            replace(one, peak_before=MemoryUse(a, one.nbytes), when_ready=MemoryUse(b, one.nbytes))
-            for one, a, b in zip(self.profile.gradients, before, when_ready, strict=True)
-        )
-        return replace(self.profile, gradients=gradients)
-
-    def _seen(self, span: range) -> range:
-        """The gradients until which a block's activations are in memory."""
-        next_one = min(span.start, len(self.profile.gradients) - 1)
-        return span or range(next_one, next_one + 1)
+    blocks_at: Mapping[tuple[int, bool], Sequence[str]]
 
 
 class Storage:
@@ -151,17 +121,28 @@ class Storage:
         self.residuals = residuals
         self.extra_s = extra_s
         self.step, self.exchanges = step, exchanges
+        gradients = step.profile.gradients
         moments = [moment for mode, setting in exchanges for moment in lean_moments(step.profile, setting, mode)]
         self.held_nbytes = min(moment.footprint.nbytes for moment in moments)
-        self._on_top_nbytes = step.on_top(moments, self.held_nbytes)
-        last = len(step.profile.gradients)
-        self.end_nbytes = max(moment.footprint.nbytes for moment in moments if moment.index == last)
+        self.end_nbytes = max(moment.footprint.nbytes for moment in moments if moment.index == len(gradients))
+        self._moments: list[tuple[Footprint, Sequence[str]]] = []  # without activations; which blocks have some then
+        for moment in moments:
+            own_nbytes = gradients[moment.index].nbytes if moment.index < len(gradients) else 0
+            blocks = step.blocks_at.get((moment.index, moment.ready), ())
+            self._moments.append((moment.footprint.plus(moment.footprint.at, gradients=own_nbytes), blocks))
+        self._on_top_nbytes: dict[str, int] = {}  # by block: most that is held while it is differentiated
+        for footprint, blocks in self._moments:
+            for block in blocks:
+                nbytes = footprint.nbytes - self.held_nbytes
+                self._on_top_nbytes[block] = max(self._on_top_nbytes.get(block, 0), nbytes)
 
     def peak(self, blocks: Sequence[BlockCosts], actions: Mapping[str, Action]) -> Footprint:
         """The peak of a step with these actions, by the account."""
-        profile = self.step.with_activations(in_use(blocks, actions))
-        found = (peak_footprint(profile, mode, setting) for mode, setting in self.exchanges)
-        return max(found, key=lambda footprint: footprint.nbytes)
+        in_use_nbytes = in_use(blocks, actions)
+        return largest_footprint(
+            footprint.plus(footprint.at, activations=max((in_use_nbytes[name] for name in names), default=0))
+            for footprint, names in self._moments
+        )
 
     def occupied(self, blocks: Iterable[BlockCosts]) -> list[BlockCosts]:
         """The blocks with what is in memory next to their activations, for a solver whose room is all but ``held``."""
@@ -182,29 +163,23 @@ class Storage:
         return max(self.held_nbytes + smallest_budget(self.occupied(blocks)), self.end_nbytes)
 
 
-@dataclass(frozen=True)
-class WithinChoice:
-    """What was chosen within a budget.
+class WithinChoice(NamedTuple):
+    """What was chosen within a budget; its fields are the JSON document that other ranks follow.
 
-    choice        the actions for activations; the forecast has the extra time of a step, storing included
-    peak_nbytes   the predicted peak of a rank
-    tried         by how residuals are stored, the extra time of a step; None where it does not fit
+    actions         for activations
+    forecast        the extra time of a step, storing of residuals included, and the peak of activations
+    residuals       how they are stored
+    within_nbytes   the budget
+    peak_nbytes     the predicted peak of a rank
+    tried           by how residuals are stored, the extra time of a step; None where it does not fit
     """
 
+    actions: Mapping[str, Action]
+    forecast: Forecast
     residuals: ResidualPlacement
-    choice: Choice
+    within_nbytes: int
     peak_nbytes: int
     tried: Mapping[ResidualPlacement, float | None]
-
-    def message(self, budget_nbytes: int) -> dict[str, Any]:
-        """The choice as a JSON document, which other ranks follow."""
-        return {
-            **self.choice._asdict(),
-            "residuals": self.residuals,
-            "within_nbytes": budget_nbytes,
-            "peak_nbytes": self.peak_nbytes,
-            "tried": dict(self.tried),
-        }
 
 
 def choose_within(blocks: Sequence[BlockCosts], storages: Sequence[Storage], budget_nbytes: int) -> WithinChoice:
@@ -222,7 +197,8 @@ def choose_within(blocks: Sequence[BlockCosts], storages: Sequence[Storage], bud
     computing_s = sum(block.forward_s + block.backward_s for block in blocks)
     enough_s = min(choice.forecast.extra_s for _, choice in fitting) + ALIKE * computing_s
     storage, choice = next(one for one in fitting if one[1].forecast.extra_s <= enough_s)
-    return WithinChoice(storage.residuals, choice, storage.peak(blocks, choice.actions).nbytes, tried)
+    peak_nbytes = storage.peak(blocks, choice.actions).nbytes
+    return WithinChoice(*choice, storage.residuals, budget_nbytes, peak_nbytes, tried)
 
 
 def check_fits(message: Mapping[str, Any], blocks: Sequence[BlockCosts], storages: Sequence[Storage]) -> None:
@@ -271,8 +247,8 @@ def described(message: Mapping[str, Any]) -> str:
 
 def gradients_of(
     module: nn.Module, parameters: Mapping[str, nn.Parameter], may_be_sparse: Callable[[torch.Tensor], bool]
-) -> list[Gradient]:
-    """The gradients of these parameters, as backward is expected to make them: from the last to the first.
+) -> list[tuple[str, ReadyGradient]]:
+    """The gradients of these parameters behind the names of their blocks, as backward is expected to make them.
 
     What belongs to no block comes with the block behind it in the module; with ``END`` behind the last, with ``REST``
     before the first.
@@ -287,7 +263,7 @@ def gradients_of(
     for number, (name, parameter) in enumerate(backwards):
         block_name = REST if number > last else own.get(parameter, block_name)
         nbytes = allocated_nbytes(parameter.nbytes)
-        found.append(Gradient(name, parameter.numel(), nbytes, may_be_sparse(parameter), block_name))
+        found.append((block_name, ReadyGradient(name, parameter.numel(), nbytes, sparse=may_be_sparse(parameter))))
     return found
 
 

@@ -1,7 +1,7 @@
 """The options of Lean: how it saves memory."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass
 from numbers import Real
 from typing import Any, Literal, get_args
 
@@ -64,8 +64,15 @@ class Lean:
     within: int | str | None = None
     clip_norm: float | None = None
     clip_value: float | None = None
+    norm_type: InitVar[float] = 2.0  # retired
+    error_if_nonfinite: InitVar[bool] = False  # retired
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, norm_type: float, error_if_nonfinite: bool) -> None:
+        if norm_type != 2.0 or error_if_nonfinite:
+            raise ValueError(
+                f"Lean norm_type is {norm_type!r} and error_if_nonfinite {error_if_nonfinite!r}: both are retired; "
+                "clip_norm is of type 2, and a step that is not finite is left out: see model.skipped"
+            )
         self._check_optimizer()
         if self.residuals not in (allowed := get_args(ResidualPlacement)):
             raise ValueError(f"Lean residuals is {self.residuals!r}: expected one of {', '.join(map(repr, allowed))}")

@@ -236,11 +236,10 @@ class LeanDataParallel(Tuned, nn.Module):
     def follow(self, scaler: Scaler) -> None:
         """Scale updates and residuals with this GradScaler. Call it once, on every rank.
 
-        Then call only ``scaler.scale(loss).backward()``. Before the next forward the scale falls if an update was
-        skipped, and rises after the scaler's interval of steps without a skip, by the scaler's own factors. Do not call
+        Then call only ``scaler.scale(loss).backward()``. Before the next forward the scaler updates its scale, which
+        falls if an update was skipped, and rises after its interval of steps without a skip. Do not call
         ``scaler.step()`` and ``scaler.update()``: they need gradients that exist after backward.
         """
-        self._good_steps = 0  # since the last skipped update or change of the scale
         self._counts_seen = self._step_counts()
         self._pass.scaler = scaler
         super().follow(scaler)
@@ -250,14 +249,11 @@ class LeanDataParallel(Tuned, nn.Module):
         if isinstance(scaler, torch.amp.GradScaler) and self._counts_seen != (now := self._step_counts()):
             skipped_before, skipped_now = self._counts_seen[1], now[1]
             self._counts_seen = now
-            self._good_steps = self._good_steps + 1 if skipped_before == skipped_now else 0
-            if self._good_steps == 0:
-                scaler.update(scaler.get_scale() * scaler.get_backoff_factor())
-            elif self._good_steps == scaler.get_growth_interval():
-                self._good_steps = 0
-                grown = scaler.get_scale() * scaler.get_growth_factor()
-                if grown < torch.finfo(torch.float32).max:  # as in torch, the scale never becomes infinite
-                    scaler.update(grown)
+            # A gradient that tells the scaler what a step of an optimizer would have told it.
+            told = nn.Parameter(torch.zeros((), device=next(iter(self.layout.parameters.values())).device))
+            told.grad = torch.full_like(told, 0.0 if skipped_before == skipped_now else inf)
+            scaler.unscale_(torch.optim.SGD([told]))
+            scaler.update()
         if scaler is not None and self.layout.updates.loss_scale != (scale := float(scaler.get_scale())):
             self.layout.updates.loss_scale = scale
         super()._follow_scale()
@@ -317,7 +313,7 @@ class LeanDataParallel(Tuned, nn.Module):
         assert budget_nbytes is not None  # else nothing is profiled
         device = next(iter(self.layout.parameters.values())).device
         self._profiled = blocks, self._held().storages(blocks, memory_nbytes_per_s(device))
-        return choose_within(*self._profiled, budget_nbytes).message(budget_nbytes)
+        return choose_within(*self._profiled, budget_nbytes)._asdict()
 
     def _agreed_choice(self, own: ChoiceMessage) -> ChoiceMessage:
         """Rank 0's choice: a block that communicates must be recomputed on all ranks or on none."""

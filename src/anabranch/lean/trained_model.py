@@ -7,10 +7,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from anabranch.exchange.agreement import check_same
+from anabranch.exchange.agreement import check_same, explained
 from anabranch.exchange.contracts import Group, issued
 from anabranch.exchange.model_parameters import ignored_names
-from anabranch.values.errors import CollectiveError
 
 
 def trained_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
@@ -93,13 +92,8 @@ class FrozenAgreement:
         """Raise DisagreementError on every rank unless all ranks have frozen the same parameters."""
         if self._work is None:
             return
-        try:
+        with explained("ranks could not compare which parameters are frozen"):
             self._work.wait()
-        except RuntimeError as error:
-            raise CollectiveError(
-                f"ranks could not compare which parameters are frozen: {error}. Another rank has died, stalled or left "
-                "this step: look for the first error among all ranks. This rank starts no further collective"
-            ) from error
         largest, smallest = self._extremes.tolist()
         if largest != -smallest:
             lines = [f"{name} with requires_grad={p.requires_grad}" for name, p in self._parameters.items()]

@@ -34,6 +34,7 @@ FRAGMENTATION = 0.05  # share of the memory that torch's allocator holds in piec
 BUCKET_NBYTES = 25 * 2**20  # DDP's own
 BLAS_WORKSPACE_NBYTES = 2 * 32 * 2**20  # cuBLAS's on an H100 or H200: one for the thread of forward, one for backward's
 PAIR_NBYTES = 8  # a float32 value and its int32 position
+HELD_NBYTES = 12  # the same in torch's sparse tensors, with an int64 position
 FLOAT_NBYTES = 4
 NO_MESSAGES: Mapping[str, int] = {"send": 0, "receive": 0, "workspace": 0}
 
@@ -65,6 +66,9 @@ class MemoryUse(NamedTuple):
         return sum(self)
 
 
+NO_USE = MemoryUse(0)
+
+
 @dataclass(frozen=True, slots=True)
 class ReadyGradient:
     """The gradient of one parameter, and memory in use until it was ready.
@@ -77,8 +81,8 @@ class ReadyGradient:
     name: str
     numel: int
     nbytes: int
-    peak_before: MemoryUse
-    when_ready: MemoryUse
+    peak_before: MemoryUse = NO_USE
+    when_ready: MemoryUse = NO_USE
     sparse: bool = True
 
     @property
@@ -355,7 +359,7 @@ class _Slots:
             unpacked = FLOAT_NBYTES * bucket.numel if with_residual and self._mode.residuals in STORED else 0
             self._latest.append((bucket.nbytes, unpacked))
         if self._setting.clips:  # a sparse average is held as its non-zero values
-            pairs = int(self._setting.density * bucket.numel) * PAIR_NBYTES
+            pairs = int(self._setting.density * bucket.numel) * HELD_NBYTES
             sparse = with_residual and self._mode.exchange == OKTOPK
             self._held_nbytes += min(bucket.nbytes, pairs) if sparse else bucket.nbytes
 

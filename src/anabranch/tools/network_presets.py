@@ -88,7 +88,7 @@ LINKS: Mapping[str, Preset] = {
 }  # fmt: skip
 NODES = {f"nvlink+{name}": _nvlink(LINKS[name], name) for name in ("25gbe", "100gbe", "400ib")}
 PRESETS: Mapping[str, Preset] = {**LINKS, **NODES}
-NO_SPREAD = "none known: no band; --spread 0.2 states one"
+NO_SPREAD = "none known: no band"
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,13 +112,8 @@ class NetworkRange:
         return cls(name, middle, low, high, f"{found.origin}: {found.source}", found.spread)
 
     @classmethod
-    def given(cls, name: str, network: Network, source: str, share: float | None = None) -> Self:
-        """A network of the user's own. Its band is a stated share of all costs, else its measured spread, else none."""
-        if share is not None:
-            if not 0 <= share < 1:
-                raise ValueError(f"spread is {share:g}: expected a share from 0 to below 1, such as 0.2")
-            low, high = _times(network, 1 - share), _times(network, 1 + share)
-            return cls(name, network, low, high, source, f"stated: all costs {share:.0%} lower and higher")
+    def given(cls, name: str, network: Network, source: str) -> Self:
+        """A network of the user's own. Its band is its measured spread, if it has one."""
         if not any(point.spread_s > 0 for curve in network.curves.values() for point in curve.points):
             return cls(name, network, network, network, source, NO_SPREAD)
         measured = "one measured interquartile range to either side"
@@ -142,18 +137,3 @@ class NetworkRange:
         if model.algorithm == "ring":
             return "a ring of P ranks: 2(P-1) hops, each byte 2(P-1)/P times over a link"
         return f"{model.algorithm.replace('_', ' ')}: hops grow with log2 P"
-
-
-def _times(network: Network, factor: float) -> Network:
-    """All costs that many times as high."""
-
-    def links(old: AlphaBeta) -> AlphaBeta:
-        costs = (old.alpha_s, old.beta_s_per_byte, old.gamma_s_per_byte)
-        return AlphaBeta(old.algorithm, *(cost * factor for cost in costs))
-
-    model = network.model
-    if isinstance(model, TwoLevel):
-        model = replace(model, inside=links(model.inside), across=links(model.across))
-    elif model is not None:
-        model = links(model)
-    return replace(network, curves={kind: curve.scaled(factor) for kind, curve in network.curves.items()}, model=model)

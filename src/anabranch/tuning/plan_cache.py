@@ -201,7 +201,7 @@ class PlanCache:
         """The files of the cache, by name; none if there is no such folder. OSError if it cannot be read."""
         if not self.folder.exists():
             return []
-        return sorted(path for path in self.folder.iterdir() if FILE_NAME.fullmatch(path.name))
+        return sorted(path for path in self.folder.iterdir() if FILE_NAME.fullmatch(path.name) and not path.is_dir())
 
 
 def plan_cache(cache: Folder | bool | None) -> PlanCache | None:

@@ -15,7 +15,7 @@ from time import perf_counter
 import torch.distributed as dist
 from torch._compile import _disable_dynamo
 
-from anabranch.exchange.agreement import agree_on, from_rank_0, number_of_rank_0, true_on_all_ranks
+from anabranch.exchange.agreement import agree_on, explained, from_rank_0, number_of_rank_0, true_on_all_ranks
 from anabranch.exchange.collectives import Collectives
 from anabranch.exchange.contracts import Group
 from anabranch.observe.environment import network_note
@@ -30,7 +30,6 @@ from anabranch.tuning.runner import Layout, PlanRunner
 from anabranch.tuning.search import FROZEN, Schedule, Search, steps
 from anabranch.tuning.training_cache import TrainingCache
 from anabranch.tuning.trial import Trial
-from anabranch.values.errors import CollectiveError
 from anabranch.values.plan import Plan
 
 log = logging.getLogger("anabranch")
@@ -182,14 +181,10 @@ class Tuner:
             self._schedule.close()
             search.stage = f"no longer planning: {FROZEN}"
         try:
-            self._advance()
+            with explained(f"ranks could not agree on a plan ({stage})"):
+                self._advance()
         except Exception as error:
             search.stage = f"stopped planning: {type(error).__name__}: {error}"
-            if type(error) is RuntimeError:  # of Gloo, which does not say whose message it was
-                raise CollectiveError(
-                    f"ranks could not agree on a plan ({stage}): {error}. Another rank has died, stalled or left this "
-                    "step: look for the first error among all ranks"
-                ) from error
             raise
         ended_s = perf_counter()
         search.budget.charge(ended_s - began_s)

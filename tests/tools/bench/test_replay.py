@@ -94,7 +94,6 @@ def test_seeds_differ_and_leave_torchs_own_generator_alone() -> None:
     assert one is not None and other is not None and not torch.equal(one, other)
 
 
-
 def test_an_unknown_width_is_refused() -> None:
     with pytest.raises(ValueError, match="elements of 3 bytes: expected one of 2, 4, 8"):
         ReplayedModel(trace(0.0, itemsize=3))

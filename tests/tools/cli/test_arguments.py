@@ -61,8 +61,8 @@ def test_networks_of_one_name_are_told_apart(tmp_path: Path) -> None:
     for file in files:
         Path(file).parent.mkdir()
         save(measured(), file)
-    assert [known.name for known in arguments.network_ranges([files[0], "10gbe"], None)] == ["network.json", "10gbe"]
-    found = arguments.network_ranges([*files, "10gbe", "10gbe:ranks=16", "25gbe", files[0]], None)
+    assert [known.name for known in arguments.network_ranges([files[0], "10gbe"])] == ["network.json", "10gbe"]
+    found = arguments.network_ranges([*files, "10gbe", "10gbe:ranks=16", "25gbe", files[0]])
     assert [known.name for known in found] == [*files, "10gbe", "10gbe:ranks=16", "25gbe"]
 
 
@@ -70,7 +70,7 @@ def test_a_file_is_called_measured_only_where_it_is(tmp_path: Path) -> None:
     sources = []
     for network in (measured(), Network.ring(4, 1e-5, 1e-9), Network.linear(4, 1e-5, 1e-9)):
         save(network, tmp_path / "net.json", force=True)
-        sources.append(arguments.network_range(str(tmp_path / "net.json"), None).source)
+        sources.append(arguments.network_range(str(tmp_path / "net.json")).source)
     assert sources == ["measured, in net.json", *["as described, in net.json"] * 2]
 
 

@@ -62,8 +62,9 @@ def test_clear_deletes_cached_plans_and_nothing_else(tmp_path: Path, capsys: pyt
     path = filled(tmp_path)
     path.with_name("Broken-0123456789abcdef.json").write_text("{")
     (tmp_path / "notes.json").write_text("mine")
+    (tmp_path / "Net-0123456789abcdef.json").mkdir()
     assert json_of(capsys, "cache", str(tmp_path), "--clear")["deleted"] == 2
-    assert [left.name for left in tmp_path.iterdir()] == ["notes.json"]
+    assert sorted(left.name for left in tmp_path.iterdir()) == ["Net-0123456789abcdef.json", "notes.json"]
     assert main(["cache", str(tmp_path), "--clear"]) == 0
     assert capsys.readouterr().out == f"0 deleted in {tmp_path}\n"
 

@@ -72,7 +72,7 @@ WRONG_USES = [
     ["plan"],
     ["show"],
     ["plan", "--nonsense"],
-    ["scale", "--spread", "x"],
+    ["lab", "--hosts", "x"],
     ["scale", "--batch", "x"],
 ]
 

@@ -111,22 +111,6 @@ def test_many_modes_are_rows_that_80_columns_hold(
     assert all(any(line.startswith(mode) for line in lines) for mode in DEFAULT_MODES)
 
 
-def test_what_lean_would_choose_within_the_limit_is_a_column(capsys: pytest.CaptureFixture[str]) -> None:
-    document = json_of(capsys, *ASKED, "--within", "1GiB")
-    for mode in ("lean", "lean, dense"):
-        kept = document["modes"][mode]["predicted_nbytes"]
-        assert document["modes"][f"{mode}, within"]["predicted_nbytes"] == pytest.approx(kept, rel=0.05)
-        kept_where = "" if mode == "lean, dense" else "residuals in place, "
-        said = f"{mode}, within 1.00 GiB: {kept_where}blocks of activations"
-        assert any(line.startswith(said) for line in document["assumptions"])
-    assert any("TFLOP/s in fp32" in line for line in document["assumptions"])
-    document = json_of(capsys, *ASKED, "--within", "1GiB", "--compress", "int4", "--compress", "oktopk")
-    assert list(document["modes"])[-3:] == ["lean, dense, within", "lean, int4, within", "lean, within"]
-    document = json_of(capsys, *ASKED, "--within", "1MiB")
-    assert not any(mode.endswith("within") for mode in document["modes"])
-    assert any("lean, within is 1048576 bytes" in line and "give at least" in line for line in document["assumptions"])
-
-
 def test_recomputed_activations_let_lean_take_more(capsys: pytest.CaptureFixture[str]) -> None:
     kept = json_of(capsys, *ASKED, "--within", "16GiB")["largest_batch"]
     again = json_of(capsys, *ASKED, "--within", "16GiB", "--activations", "recompute")["largest_batch"]
@@ -308,7 +292,7 @@ def test_other_ways_to_compress(capsys: pytest.CaptureFixture[str]) -> None:
 def test_auto_needs_the_memory_of_int4(capsys: pytest.CaptureFixture[str]) -> None:
     asked = [*ASKED, "--within", "1GiB", "--network", NETWORK, "--compress"]
     auto, int4 = (json_of(capsys, *asked, kind) for kind in ("auto", "int4"))
-    assert list(auto["modes"]) == ["ddp", "lean, dense", *modes_of("auto"), "lean, dense, within", "lean, auto, within"]
+    assert list(auto["modes"]) == ["ddp", "lean, dense", *modes_of("auto")]
     assert list(auto["modes"].values()) == list(int4["modes"].values())
     assert list(auto["largest_batch"].values()) == list(int4["largest_batch"].values())
     assert AUTO_AS in auto["assumptions"] and AUTO_AS not in int4["assumptions"]
@@ -333,7 +317,7 @@ def test_the_density_and_the_wire_of_oktopk(capsys: pytest.CaptureFixture[str]) 
 def test_models_that_fsdp2_shards(capsys: pytest.CaptureFixture[str]) -> None:
     asked = [*ASKED, "--ranks", "4", "--sharded", "fsdp2", "--sharded", "fsdp2:reshard"]
     document = json_of(capsys, *asked, "--within", "1GiB", "--network", NETWORK)
-    assert list(document["modes"]) == [*DEFAULT_MODES, "fsdp2", "fsdp2:reshard", "lean, dense, within", "lean, within"]
+    assert list(document["modes"]) == [*DEFAULT_MODES, "fsdp2", "fsdp2:reshard"]
     profile = probe(images(4), OPTIMIZERS["momentum"])
     for mode in ("fsdp2", "fsdp2:reshard"):
         assert document["modes"][mode]["predicted_nbytes"] == predict(profile, mode, Setting(ranks=4)).nbytes
@@ -351,8 +335,9 @@ def test_models_that_are_sharded_inside_nodes(capsys: pytest.CaptureFixture[str]
     expected = predict(profile, "hsdp", Setting(ranks=16, ranks_per_node=4)).nbytes
     assert document["modes"]["hsdp"]["predicted_nbytes"] == expected and document["largest_batch"]["hsdp"] > 0
     assert "hsdp: 4 nodes of 4 ranks, each with one copy of the model" in document["assumptions"]
-    with_nodes = json_of(capsys, *asked, "--sharded", "hsdp@int4", "--network", "nvlink+25gbe")
-    assert with_nodes["modes"]["hsdp@int4"]["kinds"]["residual"] > 0 == with_nodes["modes"]["hsdp"]["kinds"]["residual"]
+    with_nodes = json_of(capsys, *asked, "--network", "nvlink+25gbe")
+    refused = error_of(capsys, *ASKED, "--sharded", "hsdp:reshard@int4", "--network", "nvlink+25gbe")
+    assert "memory is predicted for dense averages between nodes, so give hsdp:reshard; int4" in refused
     assert "hsdp: 2 nodes of 8 ranks, each with one copy of the model" in with_nodes["assumptions"]
     for more in ([], ["--network", NETWORK]):
         assert "--sharded is hsdp, which shards inside nodes: expected a --network with" in error_of(

@@ -22,7 +22,7 @@ def test_every_command_that_prints_a_table_takes_json() -> None:
 
 
 def test_every_command_that_writes_a_file_takes_force() -> None:
-    writing = {"--output", "--report", "--plot", "--chrome", "--keep"}
+    writing = {"--output", "--report", "--chrome", "--keep"}
     assert {verb for verb in COMMANDS if options(verb) & writing} == {
         verb for verb in COMMANDS if "--force" in options(verb)
     }

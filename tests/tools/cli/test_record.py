@@ -87,7 +87,7 @@ def test_ones_own_function(folder: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert isinstance(trace, Trace)
     assert {tensor.name for tensor in trace.tensors} == {"0.weight", "0.bias", "2.weight", "2.bias"}
     assert trace.tensors[-1].name.startswith("0.")
-    assert (trace.meta["steps"], trace.meta["model"], trace.meta["input"]) == (3, "Sequential", "5x6 float32")
+    assert (trace.meta["steps"], trace.meta["model"]) == (3, "Sequential")
     assert trace.meta["recorded_from"] == "mine:setup" and "batch" not in trace.meta
     assert len(sys.modules["beside"].calls) == 5
 
@@ -232,5 +232,5 @@ def test_a_named_model(tmp_path: Path, capsys: pytest.CaptureFixture[str], monke
     trace = load(output)
     assert isinstance(trace, Trace)
     meta = trace.meta
-    assert (meta["model"], meta["batch"], meta["input"]) == ("resnet50", 2, "2x3x224x224 float32")
+    assert (meta["model"], meta["batch"]) == ("resnet50", 2)
     assert str(meta["precision"]).startswith("bf16 autocast")

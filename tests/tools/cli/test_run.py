@@ -139,6 +139,7 @@ def test_mistakes_are_one_line(
         capsys, "run", "--compress", "gtopk:0.01", script
     )
     assert "no_such.module: no such module" in error_of(capsys, "run", "-m", "no_such.module")
+    assert "no such module" in error_of(capsys, "run", "-m", "os.path;import os")
     assert "--planner is 'best': expected one of per_tensor, " in error_of(capsys, "run", "--planner", "best", script)
     monkeypatch.setenv("RANK", "0")
     assert "a launcher has started this rank already" in error_of(capsys, "run", "--nproc-per-node", "2", script)

@@ -1,4 +1,4 @@
-"""anabranch scale: the library's sweep, its assumptions, and a plot."""
+"""anabranch scale: the library's sweep and its assumptions."""
 
 import json
 from collections.abc import Callable
@@ -24,7 +24,7 @@ from anabranch.tools.predict.scaling.sweep import sweep
 from anabranch.tools.report.comparison import MEANING
 from anabranch.values.kinds import fidelity
 from anabranch.values.kinds.names import COMPRESSED
-from tools.cli.nouns import HOSTILE, RING, error_of, json_of, measured, small_trace, trace_file
+from tools.cli.nouns import RING, error_of, json_of, measured, small_trace, trace_file
 
 FEW = ["--world-sizes", "4,16,64", "--planners", "by_bytes,optimal"]
 QUICK = [*FEW, "--compress", "none"]
@@ -61,15 +61,6 @@ def test_the_document_is_a_scaling(tmp_path: Path, capsys: pytest.CaptureFixture
     del document["points"][-1]
     with pytest.raises(ValidationError, match="in this order"):
         TypeAdapter(Scaling).validate_json(json.dumps(document))
-
-
-def test_a_stated_spread_is_a_band(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    argv = ["scale", "--trace", trace_file(tmp_path), "--network", RING, *QUICK, "--spread", "0.3"]
-    document = json_of(capsys, *argv)
-    assert "stated: all costs 30% lower and higher" in document["networks"][0]["spread"]
-    assert all(p["iteration_low_s"] < p["iteration_s"] < p["iteration_high_s"] for p in document["points"])
-    assert main(argv) == 0
-    assert "within the band" in capsys.readouterr().out
 
 
 def test_65536_ranks_on_paper(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -167,20 +158,7 @@ def test_tables_show_the_best_at_every_size(tmp_path: Path, capsys: pytest.Captu
     assert "2,048" in out and "100ib: " in out and "100ib is nominal: 5 µs a hop" in out
 
 
-def test_a_plot_is_written_and_not_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "plot.html"
-    trace = trace_file(tmp_path, HOSTILE + "$\\frac$")
-    argv = ["scale", "--trace", trace, "--network", RING, *QUICK, "--plot", str(path)]
-    assert json_of(capsys, *argv)["written"] == str(path)
-    content = path.read_bytes()
-    assert b'id="scaling-0-0"' in content
-    assert "--force" in error_of(capsys, *argv)
-    assert path.read_bytes() == content
-    assert main([*argv, "--force"]) == 0
-
-
 WRONG_OPTIONS = [
-    (["--plot", "plot.svg"], "expected a name that ends in .html"),
     (["--world-sizes", "4,,8"], "rising whole numbers"),
     (["--world-sizes", "8,4"], "rising whole numbers"),
     (["--world-sizes", "0"], "rising whole numbers"),
@@ -189,9 +167,7 @@ WRONG_OPTIONS = [
     (["--planners", "optimal,magic"], "'magic'"),
     (["--scaling", "odd"], "odd"),
     (["--batch", "9" * 30], "--batch"),
-    (["--spread", "1"], "spread is 1"),
     (["--batch", "4"], "the trace's meta has batch None"),
-    (["--network", "10gbe", "--spread", "0.1"], "10gbe brings its own"),
     (["--network", "10gbe:16"], "10gbe:ranks=16"),
     (["--network", "token"], "no name (1gbe, 10gbe"),
 ]

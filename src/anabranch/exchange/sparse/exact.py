@@ -65,11 +65,8 @@ def exact_exchange(
     local = (kth_magnitude(gradient + residual, sizes.k) if exact
              else sampled_magnitude((gradient, residual), sizes.k, state.step))  # fmt: skip
     state.local_threshold.copy_(local)
+    yield from select.rebalance_regions(gradient, state, comm, sizes, options)
     passed, poison = accumulate(gradient, residual, local)
-    if state.regions_due(options.region_period):
-        proposed = regions.proposal_from_positions(passed, len(residual), comm.size)
-        yield comm.all_reduce(proposed, "regions")
-        state.boundaries.copy_(regions.mean_boundaries(proposed, len(residual), comm.size))
 
     offered = Pairs(passed, residual[passed]).largest(sizes.max_selected)
     offered, received = yield from _split(offered, state.boundaries, comm, sizes.encoding, poison)

@@ -16,18 +16,6 @@ def uniform(numel: int, ranks: int, device: torch.device | None = None) -> torch
     return torch.arange(ranks + 1, dtype=torch.int64, device=device) * numel // ranks
 
 
-def proposal_from_positions(positions: torch.Tensor, numel: int, ranks: int) -> torch.Tensor:
-    """The inner boundaries a rank proposes, from the sorted positions of its selected values.
-
-    For the exact exchange, where the host knows how many positions there are; ``select.propose_boundaries`` computes
-    the same without that.
-    """
-    parts = torch.arange(1, ranks, dtype=torch.int64, device=positions.device)
-    if len(positions) == 0:
-        return parts * numel // ranks
-    return positions[parts * len(positions) // ranks]
-
-
 def mean_boundaries(summed: torch.Tensor, numel: int, ranks: int) -> torch.Tensor:
     """The boundaries, from the sum over the ranks of their proposals. No region is wider than ``widest_numel``.
 

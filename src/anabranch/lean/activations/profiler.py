@@ -224,7 +224,6 @@ class BlockProfiler(StepObserver):
         """Run a block only to measure it; its output is dropped."""
         inputs = {StorageWeakRef(tensor.untyped_storage()): tensor for tensor in tensors_in((args, kwargs))}
         versions = [tensor._version for tensor in inputs.values()]
-        saved = SavedBytes(*block.modules)
 
         def is_used(packed: object) -> Never:  # noqa: ARG001 - nothing of this run is differentiated
             raise RuntimeError(
@@ -233,9 +232,11 @@ class BlockProfiler(StepObserver):
 
         own_args, own_kwargs = tree_unflatten(*tree_flatten((args, dict(kwargs))))  # lists and dicts of its own
         fork = torch.random.fork_rng([self._device] if self._device.type == "cuda" else [])
-        with fork, no_side_effects(block.modules) as buffers, saved_tensors_hooks(saved.count, is_used):
+        with fork, no_side_effects(block.modules) as buffers:
+            saved = SavedBytes(*block.modules)
             start = self._clock.mark()
-            output = function(*own_args, **own_kwargs)
+            with saved_tensors_hooks(saved.count, is_used):
+                output = function(*own_args, **own_kwargs)
             end = self._clock.mark()
             recomputes = buffers.changed() is None
         if versions != [tensor._version for tensor in inputs.values()]:

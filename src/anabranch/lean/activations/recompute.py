@@ -4,10 +4,10 @@ A block that is run a second time leaves no trace: on statistics, buffers, other
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -23,46 +23,30 @@ COMPILED = "_compiled_call_impl"  # of torch: the attribute that module.compile(
 Run = Callable[[Callable[..., Any], tuple[Any, ...], Mapping[str, Any]], Any]  # calls a function with its arguments
 
 
-class FrozenStatistics:
-    """A context in which norms compute as in training but update zeros in place of their running statistics.
+class CopiedBuffers:
+    """A context in which these modules write to copies of their buffers, so that theirs stay as they are."""
 
-    With no statistics at all, autograd would save fewer tensors than in the forward, and torch's checkpoint would
-    refuse that.
-    """
-
-    def __init__(self, modules: Sequence[nn.Module]) -> None:
-        self._norms = [inner for module in modules for inner in module.modules() if isinstance(inner, _NormBase)]
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self._modules = list(modules)
         self._replaced: dict[nn.Module, dict[str, torch.Tensor | None]] = {}
 
     def __enter__(self) -> None:
-        for norm in self._norms:
-            if norm.training and norm.track_running_stats and norm not in self._replaced:
-                own = self._replaced[norm] = dict(norm._buffers)
-                norm._buffers.update((n, None if b is None else torch.zeros_like(b)) for n, b in own.items())
+        self._replaced = {module: dict(module._buffers) for module in self._modules}
+        for module, own in self._replaced.items():
+            module._buffers.update((name, None if b is None else b.clone()) for name, b in own.items())
 
     def __exit__(self, *exception: object) -> None:
-        for norm, own in self._replaced.items():
-            norm._buffers.update(own)
+        for module, own in self._replaced.items():
+            module._buffers.update(own)
         self._replaced = {}
 
 
-class BufferState(NamedTuple):
-    """A buffer at the time of a snapshot; ``owner`` is the table of its module."""
-
-    owner: dict[str, torch.Tensor | None]
-    name: str
-    path: str
-    buffer: torch.Tensor
-    version: int
-    content: torch.Tensor
-
-
-class BufferSnapshot:
-    """The buffers of modules as they are now, except for statistics of norms, which ``FrozenStatistics`` protects."""
+class WatchedBuffers:
+    """The buffers of modules as they are now, except for statistics of norms, which may change in every forward."""
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
-        self._states = [
-            BufferState(inner._buffers, name, f"{prefix}.{name}".lstrip("."), buffer, buffer._version, buffer.clone())
+        self._before = [
+            (inner._buffers, name, f"{prefix}.{name}".lstrip("."), buffer, buffer._version)
             for module in modules
             for prefix, inner in module.named_modules()
             if not isinstance(inner, _NormBase)
@@ -71,39 +55,29 @@ class BufferSnapshot:
         ]
 
     def changed(self) -> str | None:
-        """Return the name of a buffer that was replaced or written to since the snapshot; None if there is none."""
-        for state in self._states:
-            if state.owner.get(state.name) is not state.buffer or state.buffer._version != state.version:
-                return state.path
+        """Return the name of a buffer that was replaced or written to since then; None if there is none."""
+        for owner, name, path, buffer, version in self._before:
+            if owner.get(name) is not buffer or buffer._version != version:
+                return path
         return None
-
-    @torch.no_grad()
-    def restore(self) -> None:
-        """Give the modules these buffers back, with the contents of then."""
-        for state in self._states:
-            state.owner[state.name] = state.buffer
-            state.buffer.copy_(state.content)
 
 
 @contextmanager
-def no_side_effects(modules: Sequence[nn.Module]) -> Iterator[BufferSnapshot]:
+def no_side_effects(modules: Sequence[nn.Module]) -> Iterator[WatchedBuffers]:
     """A context in which a run of modules changes neither statistics nor buffers and calls no forward hooks.
 
-    Others use forward hooks to capture outputs. Yields the buffers as they were, which are restored at the end.
+    Others use forward hooks to capture outputs. Yields the copies of the buffers, to which the run writes.
     """
     inner = dict.fromkeys(inner for module in modules for inner in module.modules())
     hooks = {module: module._forward_hooks for module in inner}
-    buffers = BufferSnapshot(modules)
     for module in inner:
         module._forward_hooks = OrderedDict()
     try:
-        with FrozenStatistics(modules):
-            yield buffers
+        with CopiedBuffers(inner):
+            yield WatchedBuffers(modules)
     finally:
         for module, own in hooks.items():
             module._forward_hooks = own
-        if buffers.changed() is not None:
-            buffers.restore()
 
 
 class BlockRange:
@@ -123,7 +97,7 @@ class BlockRange:
         """Call a function that runs the blocks, and carry out the action; without gradients, only call it."""
         if not torch.is_grad_enabled() or self.action == "keep":
             return function(*args, **kwargs)
-        buffers = None if self._checked else BufferSnapshot(self.modules)
+        buffers = None if self._checked else WatchedBuffers(self.modules)
         # checkpoint keeps tensors that it is given one by one, and checks that nothing changes them until backward.
         leaves, structure = tree_flatten((args, dict(kwargs)))
         first = [(args, kwargs)]
@@ -133,7 +107,9 @@ class BlockRange:
             own_args, own_kwargs = first.pop() if first else tree_unflatten(list(leaves), structure)
             return function(*own_args, **own_kwargs)
 
-        contexts = nullcontext(), FrozenStatistics(self.modules)
+        # Norms compute as in training. Without statistics autograd would save fewer tensors, which checkpoint refuses.
+        inner = (inner for module in self.modules for inner in module.modules())
+        contexts = nullcontext(), CopiedBuffers(one for one in inner if isinstance(one, _NormBase) and one.training)
         output = checkpoint(call, *leaves, use_reentrant=False, context_fn=lambda: contexts)
         if buffers is not None and (changed := buffers.changed()) is not None:
             raise ValueError(

@@ -45,26 +45,24 @@ def network(text: str) -> Network:
     return files.load_as(Network, text)
 
 
-def network_ranges(texts: Iterable[str], spread: float | None) -> list[NetworkRange]:
+def network_ranges(texts: Iterable[str]) -> list[NetworkRange]:
     """A range for each text, under its short name, or under the whole text if two would share a name."""
-    found = {text: network_range(text, spread) for text in texts}
+    found = {text: network_range(text) for text in texts}
     shared = Counter(known.name for known in found.values())
     return [replace(known, name=text) if shared[known.name] > 1 else known for text, known in found.items()]
 
 
-def network_range(text: str, spread: float | None) -> NetworkRange:
+def network_range(text: str) -> NetworkRange:
     """The network that the text means, with its band. A named network needs no number of ranks and has its own band."""
     name, _, rest = text.partition(":")
     if name in PRESETS:
-        if spread is not None:
-            raise ValueError(f"--spread is {spread:g}, but {name} brings its own: leave it out, or describe the links")
         return NetworkRange.preset(name, network_text.ranks_of(name, rest) if rest else LEAST_RANKS)
     found = network(text)
     if network_text.is_description(text):
-        return NetworkRange.given(text, found, "as described", spread)
+        return NetworkRange.given(text, found, "as described")
     name = Path(text).name
     measured = found.model is None and len(found.curve("dense").points) > 1
-    return NetworkRange.given(name, found, f"{'measured' if measured else 'as described'}, in {name}", spread)
+    return NetworkRange.given(name, found, f"{'measured' if measured else 'as described'}, in {name}")
 
 
 def compressions(given: Sequence[str] | None, default: Sequence[str]) -> list[str]:

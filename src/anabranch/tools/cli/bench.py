@@ -10,8 +10,8 @@ from typer import Option
 
 from anabranch.fsdp.planning.sharding_modes import SHARDING_MODES, help_of, sharding_mode
 from anabranch.tools.cli import arguments
-from anabranch.tools.cli.options import BackendOption, ForceOption, JsonOption, PlotOption
-from anabranch.tools.cli.output import check_free, check_plot, print_document, show_tables, write_plot
+from anabranch.tools.cli.options import BackendOption, ForceOption, JsonOption
+from anabranch.tools.cli.output import check_free, print_document, show_tables
 from anabranch.tools.cli.ranks import join
 from anabranch.values.errors import AnabranchError
 from anabranch.values.files import write_bytes
@@ -67,7 +67,6 @@ def bench(
     only: Annotated[list[str] | None, ONLY] = None,
     backend: BackendOption = None,
     report: Annotated[Path | None, Option(help="Write a Markdown report to this file.")] = None,
-    plot: PlotOption = None,
     force: ForceOption = False,
     as_json: JsonOption = False,
 ) -> None:
@@ -76,7 +75,7 @@ def bench(
     _check_workloads(model, trace, [option for option, given in models_only.items() if given])
     if "RANK" not in os.environ:
         raise AnabranchError(f"bench runs on ranks, and this is none (RANK is not set): {HOW}")
-    _check_outputs(report, plot, force)
+    _check_report(report, force)
     traces = [(text, arguments.trace(text)) for text in trace or ()]
     from anabranch.tools.bench.compress import compression
     from anabranch.tools.bench.run import Settings
@@ -100,12 +99,10 @@ def bench(
     device = join(backend, on_gpu=bool(model))
     workloads = [zoo_workload(name, device) for name in model or ()]
     workloads += [replay_workload(Path(text).stem, noun, slower) for text, noun in traces]
-    _run(workloads, settings, report, plot, as_json)
+    _run(workloads, settings, report, as_json)
 
 
-def _run(
-    workloads: "Sequence[Workload]", settings: "Settings", report: Path | None, plot: Path | None, as_json: bool
-) -> None:
+def _run(workloads: "Sequence[Workload]", settings: "Settings", report: Path | None, as_json: bool) -> None:
     """One workload after the other; rank 0 prints and writes the results of each when it is done."""
     import torch.distributed as dist
 
@@ -121,10 +118,8 @@ def _run(
             show_tables(benchmarks.benchmark_report(results[-1]), "\n".join(benchmarks.closing_lines(results[-1])), "")
         if leads and report is not None:  # check_free has made sure of it
             write_bytes(benchmarks.markdown(TITLE, results).encode(), report, force=True)
-        if leads and plot is not None:
-            write_plot(BenchDocument(benchmarks=tuple(results)), plot, force=True)
     if leads:
-        written = [f"Written to {path}." for path in (report, plot) if path]
+        written = [f"Written to {report}."] if report else []
         print_document(BenchDocument(benchmarks=tuple(results)), as_json, lambda: written)
     dist.destroy_process_group()
 
@@ -146,10 +141,8 @@ def _check_workloads(model: Sequence[str] | None, trace: Sequence[str] | None, m
         )
 
 
-def _check_outputs(report: Path | None, plot: Path | None, force: bool) -> None:
+def _check_report(report: Path | None, force: bool) -> None:
     """Refuse, before minutes of measuring, an output file that exists, or in a folder that does not."""
-    check_free([report, plot], force)
-    check_plot(plot)
-    for path in (report, plot):
-        if path is not None and not path.absolute().parent.is_dir():
-            raise ValueError(f"{path.absolute().parent}: no such folder, expected one for {path.name}")
+    check_free([report], force)
+    if report is not None and not report.absolute().parent.is_dir():
+        raise ValueError(f"{report.absolute().parent}: no such folder, expected one for {report.name}")

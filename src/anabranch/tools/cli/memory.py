@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
 
 from typer import Option
 
-from anabranch.fsdp.planning.sharding_modes import UNPLANNED, help_of, sharding_mode
-from anabranch.planning.memory import FRAGMENTATION, Setting, TrainingMode
+from anabranch.fsdp.planning.sharding_modes import UNPLANNED, ShardingMode, sharding_mode
+from anabranch.planning.memory import FRAGMENTATION, Setting
 from anabranch.tools.cli import arguments
 from anabranch.tools.cli.options import JsonOption, Precision
 from anabranch.tools.cli.output import print_document
@@ -19,9 +19,7 @@ from anabranch.values.links import TwoLevel
 from anabranch.values.quantities import size_nbytes
 
 if TYPE_CHECKING:
-    from anabranch.planning.memory import Footprint
-    from anabranch.tools.predict.memory.estimator import BuildAt, MemoryEstimator
-    from anabranch.tools.predict.memory.probe import Build
+    from anabranch.tools.predict.memory.estimator import MemoryEstimator
     from anabranch.values.network import Network
 
 DEFAULT_RANKS = 4
@@ -43,9 +41,9 @@ COMPRESS = Option(
     f"{', '.join(COMPRESSED)}; may be repeated. Default: oktopk, of a share of {DEFAULT_DENSITY}.",
 )
 SHARDED = Option(
-    metavar="NAME", help=f"Also sharded over all ranks, or inside nodes: {help_of(UNPLANNED)}; may be repeated."
+    metavar="NAME", help=f"Also sharded over all ranks, or inside nodes: {', '.join(UNPLANNED)}; may be repeated."
 )
-WITHIN = Option(metavar="SIZE", help="Find the largest batch that fits in this, and what Lean(within=) chooses: 16GiB.")
+WITHIN = Option(metavar="SIZE", help="Find the largest batch that fits in this, such as 16GiB.")
 
 
 def memory(
@@ -73,19 +71,14 @@ def memory(
     from anabranch.tools.report.documents import MemoryDocument, MemoryMode
     from anabranch.tools.report.memory import memory_report
 
-    half = precision == "bf16"
-    estimator = estimator_of(model, optimizer, activations, half)
+    estimator = estimator_of(model, optimizer, activations, half=precision == "bf16")
     batches: dict[str, int] | None = None
     with backward_errors(model):
         footprints = estimator.footprints(batch_size, setting, _modes(asked.exchanges, shardings))
         assumptions = [*estimator.assumptions, *_about(asked, setting, shardings)]
         if limit_nbytes is not None:
             batches = {mode: estimator.largest_batch(mode, setting, limit_nbytes) for mode in footprints}
-            chosen, choices = _chosen(
-                builder_of(model)(batch_size), optimizer, half, asked.exchanges, setting, limit_nbytes
-            )
-            footprints |= chosen
-            assumptions += _limits(batches) + choices
+            assumptions += _limits(batches)
     document = MemoryDocument(
         model=model,
         batch_size=batch_size,
@@ -104,20 +97,18 @@ def memory(
     print_document(document, as_json, lambda: [memory_report(document)])
 
 
-def builder_of(model: str) -> "BuildAt":
-    """By batch, what makes a model of torchvision or transformers, or the user's own as module:function."""
-    from anabranch.tools.bench import zoo
-
-    return build_at(model) if ":" in model else partial(zoo.build_at, model)
-
-
 def estimator_of(
     model: str, optimizer: Optimizer, activations: Activations = "keep", half: bool = False
 ) -> "MemoryEstimator":
-    """The estimator of such a model; ``half``: under autocast to bfloat16."""
+    """The estimator of a model of torchvision or transformers, or of the user's own as module:function.
+
+    half   under autocast to bfloat16
+    """
+    from anabranch.tools.bench import zoo
     from anabranch.tools.predict.memory.estimator import OPTIMIZERS, MemoryEstimator
 
-    return MemoryEstimator(builder_of(model), OPTIMIZERS[optimizer], activations, half=half)
+    builds = build_at(model) if ":" in model else partial(zoo.build_at, model)
+    return MemoryEstimator(builds, OPTIMIZERS[optimizer], activations, half=half)
 
 
 class _Asked(NamedTuple):
@@ -159,6 +150,17 @@ def network_of(text: str | None, ranks: int | None) -> "Network | None":
     return network if ranks is None else network.at(ranks)
 
 
+def unplanned(name: str) -> ShardingMode:
+    """The sharding mode of this name; ValueError for one whose memory is not predicted."""
+    mode = sharding_mode(name, UNPLANNED)
+    if mode.exchange != DENSE:
+        raise ValueError(
+            f"--sharded is {name!r}: memory is predicted for dense averages between nodes, so give "
+            f"{name.partition('@')[0]}; int4 and oktopk also keep a residual, with 4 bytes for each value of a shard"
+        )
+    return mode
+
+
 def node_size(network: "Network") -> int | None:
     """How many ranks a node of this network can have; None if it has no nodes."""
     return network.model.ranks_per_node if isinstance(network.model, TwoLevel) else None
@@ -167,7 +169,7 @@ def node_size(network: "Network") -> int | None:
 def _ranks_per_node(network: "Network | None", sharded: Sequence[str]) -> int | None:
     """How many ranks hold one copy of the model under hsdp: those of a node of the network."""
     size = None if network is None else node_size(network)
-    inside = [name for name in sharded if sharding_mode(name, UNPLANNED).nodes]  # refuses what it does not know
+    inside = [name for name in sharded if unplanned(name).nodes]
     if inside and size is None:
         raise ValueError(
             f"--sharded is {inside[0]}, which shards inside nodes: expected a --network with nodes, such as "
@@ -196,26 +198,3 @@ def _limits(batches: Mapping[str, int]) -> list[str]:
 
     limits = [f"{FRAGMENTATION:.0%} of the memory is lost between torch's blocks"]
     return [*limits, f"no batch above {MAX_BATCH} was looked at"] if max(batches.values()) == MAX_BATCH else limits
-
-
-def _chosen(
-    build: "Build", optimizer: Optimizer, half: bool, exchanges: Sequence[str], setting: Setting, limit_nbytes: int
-) -> tuple[dict[str, "Footprint"], list[str]]:
-    """What ``Lean(within=...)`` would choose at this batch, dense and by exchange: peaks, and choices in words."""
-    from anabranch.lean.activations.solver import BudgetError
-    from anabranch.lean.memory_budget import described
-    from anabranch.tools.predict.memory.estimator import OPTIMIZERS
-    from anabranch.tools.predict.memory.training_modes import LEAN
-    from anabranch.tools.predict.memory.within_budget import ASSUMED, chosen_within, profile
-
-    found, words = {}, [f"{LEAN}, within: blocks take the time of a device with {ASSUMED}"]
-    profiled = profile(build, half=half)
-    for exchange in (DENSE, *exchanges):
-        name = LEAN if exchange == OKTOPK else f"{LEAN}, {exchange}"
-        mode = (TrainingMode(exchange, lean=True), setting)
-        try:
-            choice, found[f"{name}, within"] = chosen_within(profiled, OPTIMIZERS[optimizer], mode, limit_nbytes)
-            words.append(f"{name}, {described(choice.message(limit_nbytes))}")
-        except BudgetError as error:
-            words.append(f"{name}, {error}")
-    return found, words

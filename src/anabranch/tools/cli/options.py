@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
-from pathlib import Path
 from typing import Annotated, Literal
 
 from typer import Option
@@ -21,12 +20,12 @@ NetworkOption = Annotated[
     ),
 ]
 BackendOption = Annotated[Backend | None, Option(help="Default: nccl with a GPU.")]
-PlotOption = Annotated[Path | None, Option(help="Write a page with charts to this .html file.")]
 JsonOption = Annotated[
     bool, Option("--json", help="Print one JSON document instead of tables; names end in their unit (_s: seconds).")
 ]
 ForceOption = Annotated[bool, Option("--force", help="Overwrite output files that are already there.")]
 
+PAGE = "anabranch report draws what --json prints: anabranch {} ... --json > run.json, then anabranch report run.json"
 SLOWEST = "all ranks wait for the slowest one: give a trace of that rank by --trace"
 # By verb, what to use instead of an option, or of one of its values, that is gone.
 RETIRED: Mapping[str, Mapping[str, str]] = {
@@ -37,6 +36,7 @@ RETIRED: Mapping[str, Mapping[str, str]] = {
         "--hold-after": "--search-steps ends a search, too: give the steps after those that record backward",
         "--lanes": "plans with 2 and 4 lanes run; choose one by --only 'lanes (2)'",
         "--own-caches": "give a run with few contestants (--only) an empty folder as TORCHINDUCTOR_CACHE_DIR",
+        "--plot": PAGE.format("bench"),
         "--skip": "leave the --compress of that contestant out, or --compile",
         "--title": "write your own first line into the file of --report",
     },
@@ -51,8 +51,14 @@ RETIRED: Mapping[str, Mapping[str, str]] = {
         "--trace": "anabranch scale --within predicts throughput at the largest batches, from its --trace",
         "--ranks-per-node": "give a network with nodes, as in --network nvlink+25gbe",
     },
+    "plan": {
+        "--cap-mb": "in Python: anabranch.plan(trace, network, 'by_bytes', cap_nbytes=10 << 20), then anabranch.save",
+        "--lanes": "in Python: anabranch.plan(trace, network, 'asc', lanes=3), then anabranch.save",
+    },
     "scale": {
         "--fixed-share": "record a trace at the other batch, and give it by --trace",
+        "--plot": PAGE.format("scale"),
+        "--spread": "describe the links at their best and at their worst: --network may be repeated",
         **dict.fromkeys(("--jitter", "--seed", "--straggler-factor", "--stragglers"), SLOWEST),
     },
 }

@@ -9,8 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from anabranch.values.errors import FileError
-from anabranch.values.extras import require
-from anabranch.values.files import write_text
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -100,21 +98,3 @@ def progress() -> Iterator[Callable[[str, int, int], None]]:
             bars.update(tasks[what], completed=done)
 
         yield update
-
-
-def check_plot(plot: Path | None) -> None:
-    """Refuse, before any work is done, a plot that would not be a page."""
-    if plot is not None:
-        require("plotly", "report", "--plot")
-        if plot.suffix.lower() not in (".html", ".htm"):
-            raise ValueError(f"--plot is {plot}: a plot is an HTML page, expected a name that ends in .html")
-
-
-def write_plot(document: "Document", plot: Path, force: bool) -> None:
-    """Write the page of what a command prints with --json."""
-    from anabranch.tools.report.page import report_page
-    from anabranch.tools.report.runs import Runs
-
-    runs = Runs()
-    runs.add(f"anabranch {document.command} --json", document)
-    write_text(report_page(f"anabranch {document.command}", runs), plot, force)

@@ -41,15 +41,13 @@ def plan(
     trace: TraceOption,
     network: NetworkOption,
     planner: Annotated[str, Option(help=f"One of {', '.join(named_planners.NAMED_PLANNERS)}.")] = "optimal",
-    lanes: Annotated[int | None, Option(help="How many lanes (lanes: at most); for asc and lanes.")] = None,
-    cap_mb: Annotated[float | None, Option(help="Bucket cap in MiB, as DDP's; for by_bytes and optimal.")] = None,
     output: Annotated[Path | None, Option("-o", "--output", help="Write the plan to this file.")] = None,
     force: ForceOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Make a plan: which gradients travel together, on which lane, in which order, and what that should cost."""
     check_free([output], force)
-    chosen = named_planners.named_planner(planner, lanes, cap_mb)
+    chosen = named_planners.named_planner(planner)
     gradients, links = arguments.trace(trace), arguments.network(network)
     made = chosen(gradients, links)
     timeline = predict(gradients, made, links)

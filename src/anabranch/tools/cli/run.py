@@ -86,7 +86,9 @@ def run(
         raise ValueError("--nproc-per-node, but a launcher has started this rank already: leave one of the two out")
     if not module and not Path(script[0]).is_file():
         raise ValueError(f"{script[0]}: no such file; expected a Python script, or a module after -m")
-    if module and PathFinder.find_spec(script[0].partition(".")[0], [str(Path.cwd()), *sys.path]) is None:
+    names = script[0].split(".")
+    is_name = all(name.isidentifier() for name in names)
+    if module and not (is_name and PathFinder.find_spec(names[0], [str(Path.cwd()), *sys.path])):
         raise ValueError(f"{script[0]}: no such module in this folder, or installed; expected what python -m takes")
     if planner is not None and planner not in PLANNERS:
         raise ValueError(f"--planner is {planner!r}: expected one of {', '.join(PLANNERS)}")

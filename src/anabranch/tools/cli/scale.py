@@ -1,20 +1,19 @@
-"""anabranch scale: the same step at many world sizes, on several networks, as tables, sentences and a plot."""
+"""anabranch scale: the same step at many world sizes, on several networks, as tables and sentences."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
 
 from typer import Option
 
-from anabranch.fsdp.planning.sharding_modes import SHARDING_MODES, UNPLANNED, help_of, sharding_mode
+from anabranch.fsdp.planning.sharding_modes import SHARDING_MODES, help_of
 from anabranch.planning.memory import Setting
 from anabranch.tools.cli import arguments
-from anabranch.tools.cli.memory import Optimizer, estimator_of, node_size
+from anabranch.tools.cli.memory import Optimizer, estimator_of, node_size, unplanned
 from anabranch.tools.cli.network_text import MAX_RANKS
-from anabranch.tools.cli.options import ForceOption, JsonOption, PlotOption, TraceOption
-from anabranch.tools.cli.output import check_free, check_plot, print_document, progress, write_plot
+from anabranch.tools.cli.options import JsonOption, TraceOption
+from anabranch.tools.cli.output import print_document, progress
 from anabranch.tools.network_presets import NetworkRange
-from anabranch.tools.predict.scaling import Scaling, named_planners, strategy_kinds
+from anabranch.tools.predict.scaling import named_planners, strategy_kinds
 from anabranch.tools.predict.scaling import scale as predict
 from anabranch.tools.predict.scaling.compression import LEAN
 from anabranch.tools.predict.scaling.prediction import COMPRESS, NETWORKS, PLANNERS, WORLD_SIZES
@@ -23,8 +22,6 @@ from anabranch.values.quantities import size_nbytes
 from anabranch.values.trace import Trace
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
-
     from anabranch.tools.predict.memory.fitting import Fitting
 
 MAX_BATCH = 1 << 30
@@ -37,7 +34,6 @@ NETWORK = Option(
     help="A name that anabranch list shows, a file of anabranch measure, or a description, as in ring:ranks=16,...; "
     f"may be repeated. Default: {', '.join(NETWORKS)}.",
 )
-SPREAD = Option(help="For networks without a spread: all costs this share lower and higher, as in 0.2.")
 SIZES = Option(
     metavar="N,...", help=f"Numbers of ranks, rising. Default: {', '.join(map(str, WORLD_SIZES))}.", show_default=False
 )
@@ -66,7 +62,6 @@ WITHIN = Option(metavar="SIZE", help="Every strategy, and Lean, at the largest b
 def scale(
     trace: TraceOption,
     network: Annotated[list[str] | None, NETWORK] = None,
-    spread: Annotated[float | None, SPREAD] = None,
     world_sizes: Annotated[str, SIZES] = DEFAULT_SIZES,
     planners: Annotated[str, SOME_PLANNERS] = DEFAULT_PLANNERS,
     compress: Annotated[list[str] | None, COMPRESSION] = None,
@@ -74,15 +69,11 @@ def scale(
     scaling: Annotated[Basis, Option(help="Keep the batch of each rank (weak) or the global one (strong).")] = "weak",
     batch: Annotated[int | None, BATCH] = None,
     within: Annotated[str | None, WITHIN] = None,
-    plot: PlotOption = None,
-    force: ForceOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Predict which strategy wins at which world size on which network, and by how much, with bands."""
-    check_plot(plot)
-    check_free([plot], force)
     sizes, recorded = _sizes(world_sizes), arguments.trace(trace)
-    ranges = arguments.network_ranges(network or NETWORKS, spread)
+    ranges = arguments.network_ranges(network or NETWORKS)
     if batch is not None and (within is not None or not 1 <= batch <= MAX_BATCH):
         raise ValueError(f"--batch is {batch}: expected 1 to {MAX_BATCH} samples, and no --within beside it")
     default = COMPRESS if within is None else (*COMPRESS, f"{LEAN}:0.01")
@@ -104,10 +95,9 @@ def scale(
             recorded, ranges, sizes, chosen[0], chosen[1], sharded=chosen[2], scaling=scaling, batch=batches,
             assumptions=assumptions, on_point=on_point,
         )  # fmt: skip
-    found = replace(found, written=str(plot) if plot else None)
-    if plot:
-        write_plot(found, plot, force)
-    print_document(found, as_json, lambda: _tables(found))
+    from anabranch.tools.report.scaling import scaling_report
+
+    print_document(found, as_json, lambda: [scaling_report(found)])
 
 
 def _fitting(
@@ -143,7 +133,7 @@ def _sharded_setting(
     sharded: Sequence[str], ranges: Sequence[NetworkRange], fewest: int, within: str
 ) -> Setting | None:
     """How sharded strategies are trained where each rank holds most: at the fewest ranks. None if there is none."""
-    in_nodes = [sharding_mode(name, UNPLANNED).nodes for name in sharded]  # refuses what it cannot predict
+    in_nodes = [unplanned(name).nodes for name in sharded]
     if not sharded:
         return None
     nodes = {node_size(network.middle) for network in ranges} if any(in_nodes) else {None}
@@ -165,13 +155,3 @@ def _sizes(text: str) -> list[int]:
                 f"--world-sizes has {piece!r}: expected rising whole numbers to {MAX_RANKS}, such as 4,8,16"
             )
     return sizes
-
-
-def _tables(found: Scaling) -> "list[RenderableType]":
-    from rich.text import Text
-
-    from anabranch.tools.report.formatting import plain
-    from anabranch.tools.report.scaling import scaling_report
-
-    notes = [Text(plain(f"Plot written to {found.written}"))] if found.written else []
-    return [scaling_report(found), *notes]

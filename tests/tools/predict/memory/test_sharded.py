@@ -3,7 +3,7 @@
 import pytest
 
 from anabranch.fsdp.planning import Block, ShardedTrace, ShardingPlan, peak_nbytes
-from anabranch.planning.memory import MemoryUse, OptimizerMemory, ReadyGradient, Setting, StepProfile, quantised_nbytes
+from anabranch.planning.memory import MemoryUse, OptimizerMemory, ReadyGradient, Setting, StepProfile
 from anabranch.tools.predict.memory.training_modes import predict
 
 N = 1_000_000
@@ -59,36 +59,6 @@ def test_hsdp_has_the_shards_of_a_node_and_nothing_else_for_its_averages() -> No
         assert inside == predict(whole, f"fsdp2{units}", NO_BLAS)
         assert inside.nbytes - flat.nbytes == (11 + 11 + 22) * N // 4 - (11 + 11 + 22) * N // 8
         assert predict(whole, f"hsdp{units}", NO_BLAS) == predict(whole, f"fsdp2{units}", NO_BLAS), "one node"
-
-
-def test_shards_that_are_rounded_between_nodes_need_messages_and_maybe_a_residual() -> None:
-    """One layer of N elements on two nodes of four ranks: the peak is where its shard is exchanged."""
-    for kind in ["bf16", "int8", "int4"]:
-        use = MemoryUse(0, 4 * N)
-        profile = StepProfile(4 * N, (ReadyGradient("layers.0.w", N, 4 * N, use, use),), MemoryUse(0))
-        setting = Setting(ranks=8, ranks_per_node=4, blas_workspace_nbytes=0)
-        found = predict(profile, f"hsdp:reshard@{kind}", setting)
-        messages = quantised_nbytes(kind, N // 4, 2, keeps_residual=kind == "int4")
-        assert found.at == "reduction of layers.0"
-        assert {kind: nbytes for kind, nbytes in found.kinds.items() if nbytes} == {
-            "weights": N,  # a shard of 4 N bytes; the whole layer is freed
-            "gradients": N + 4 * N,  # the shard, and the whole gradient until it is reduced
-            "send": 4 * N + messages["send"],  # FSDP2's buffer of the reduction
-            "receive": messages["receive"],
-            **({"residual": N, "workspace": messages["workspace"]} if kind == "int4" else {}),
-        }
-
-
-def test_ok_topk_between_nodes_has_a_residual_of_matrices_alone() -> None:
-    use = MemoryUse(0, 4 * N)
-    matrix, vector = (ReadyGradient(f"layers.0.{n}", N, 4 * N, use, use, sparse=n == "w") for n in ("w", "b"))
-    profile = StepProfile(8 * N, (vector, matrix), MemoryUse(0))
-    setting = Setting(ranks=8, ranks_per_node=4, blas_workspace_nbytes=0)
-    sparse, denser = (predict(profile, f"hsdp@oktopk:{density}", setting) for density in (0.01, 0.1))
-    assert sparse.kinds["residual"] == denser.kinds["residual"] == 4 * N // 4
-    assert sparse.nbytes < denser.nbytes
-    # The unit's shard is copied, since some of it travels apart; and an owner sums up half of what is sparse.
-    assert sparse.kinds["workspace"] >= 8 * N // 4 + 4 * (N // 4) // 2
 
 
 def test_nodes_are_of_one_size() -> None:

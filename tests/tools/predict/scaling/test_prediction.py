@@ -77,9 +77,9 @@ def test_the_command_is_the_python_call(tmp_path: Path, capsys: pytest.CaptureFi
 
 def test_networks_may_be_given_in_three_ways() -> None:
     ring = Network.ring(4, 5e-5, 8e-10)
-    found = scale(
-        small_trace(), [ring, "25gbe", NetworkRange.given("mine", ring, "a guess", 0.2)], [8], ["optimal"], []
-    )
+    faster, slower = Network.ring(4, 4e-5, 7e-10), Network.ring(4, 6e-5, 9e-10)
+    mine = NetworkRange("mine", ring, faster, slower, "a guess", "guessed")
+    found = scale(small_trace(), [ring, "25gbe", mine], [8], ["optimal"], [])
     assert [(network.name, network.source.partition(":")[0]) for network in found.networks] == [
         ("network 1", "as given"),
         ("25gbe", "measured"),

@@ -5,15 +5,12 @@ Beside those that ``planning.memory`` knows, there are rivals and sharded models
     naive sparse    weights n, gradients n, residual n; after backward a flat copy of all gradients, its magnitudes, an
                     all-gather of 2kP words and a decompressed update: n each, except for the all-gather
     fsdp2           shards of weights, gradients and state; gathered weights and whole gradients, unit by unit
-    hsdp            the same with larger shards, one per rank of a node; averages between nodes are made in place
-    hsdp@int8       hsdp, and messages of int8 with all values of a unit's shard
-    hsdp@int4, hsdp@oktopk:0.01   the same, and a residual as large as the shards
+    hsdp            the same with larger shards, one per rank of a node; averages between nodes are dense, and in place
 
 Units are blocks by the names of their parameters.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import cast
 
 from anabranch.fsdp.planning.sharding_modes import RESHARD, UNPLANNED, ShardingMode, sharding_mode
@@ -22,7 +19,6 @@ from anabranch.planning import memory
 from anabranch.planning.memory import (
     FLOAT_NBYTES,
     PAIR_NBYTES,
-    BucketSize,
     Footprint,
     ReadyGradient,
     ResidualPlacement,
@@ -30,16 +26,14 @@ from anabranch.planning.memory import (
     StepProfile,
     TrainingMode,
     constant_footprint,
-    exchange_nbytes,
     largest_footprint,
     optimizer_step,
-    owner_sums_nbytes,
     peak_footprint,
     until_gradient,
 )
 from anabranch.tools.predict.scaling.sharding import block_of
 from anabranch.values.kinds.formats import STORED
-from anabranch.values.kinds.names import AUTO, COMPRESSED, DENSE, OKTOPK, density_of
+from anabranch.values.kinds.names import AUTO, COMPRESSED, DENSE, OKTOPK
 from anabranch.values.sharded import Block
 
 DDP, LEAN_DENSE, NAIVE, LEAN, LEAN_BF16, LEAN_INT8 = (
@@ -72,8 +66,8 @@ def predict(profile: StepProfile, mode: str, setting: Setting | None = None) -> 
     setting = setting or Setting()
     if mode == NAIVE:
         return largest_footprint(_naive(profile, setting))
-    if mode.partition("@")[0] in UNPLANNED:
-        return largest_footprint(_sharded(profile, setting, sharding_mode(mode, UNPLANNED)))
+    if mode in UNPLANNED:
+        return largest_footprint(_sharded(profile, setting, sharding_mode(mode)))
     known = {DDP: memory.DDP, **OUR_MODES}
     if mode not in known:
         raise ValueError(f"mode is {mode!r}: expected one of {', '.join([DDP, NAIVE, *OUR_MODES, *UNPLANNED])}")
@@ -100,9 +94,7 @@ def _naive(profile: StepProfile, setting: Setting) -> Iterator[Footprint]:
 def _sharded(profile: StepProfile, setting: Setting, sharded: ShardingMode) -> Iterator[Footprint]:
     """The moments of a step. Gradients count as shards during the whole step."""
     ranks = setting.ranks_per_node or setting.ranks if sharded.nodes else setting.ranks
-    nodes = replace(setting, ranks=setting.ranks // ranks, ranks_per_node=None)
-    between = _BetweenNodes(profile, nodes, sharded.exchange, ranks)
-    shards = _shards(profile, setting, ranks, between)
+    shards = _shards(profile, setting, ranks)
     last = {block_of(gradient.name): index for index, gradient in enumerate(profile.gradients)}
     blocks = [block for block in sorted(last, key=lambda block: last[block], reverse=True) if block]
     nbytes = dict.fromkeys([*blocks, ""], 0)
@@ -125,27 +117,24 @@ def _sharded(profile: StepProfile, setting: Setting, sharded: ShardingMode) -> I
             done = end
         elif kind == "reduce" and unit != REST:
             use = profile.gradients[done - 1].when_ready._replace(gradients=0)
-            for more in between.exchange_nbytes(blocks[unit]):
-                together = {kind: gathered.get(kind, 0) + more.get(kind, 0) for kind in (*gathered, *more)}
-                yield shards.plus_use(f"reduction of {blocks[unit]}", use, gradients=held.gradients, **together)
+            yield shards.plus_use(f"reduction of {blocks[unit]}", use, gradients=held.gradients, **gathered)
     last_reduction_nbytes = units[0].gradient_nbytes if blocks else 0
-    yield from _end(profile, shards, between, profile.gradients[done:], nbytes[""], last_reduction_nbytes)
+    yield from _end(profile, shards, profile.gradients[done:], nbytes[""], last_reduction_nbytes)
     workspace = profile.optimizer.workspace_nbytes // ranks
     yield shards.plus_use("optimizer step", profile.after_backward, workspace=workspace)
 
 
-def _shards(profile: StepProfile, setting: Setting, ranks: int, between: "_BetweenNodes") -> Footprint:
+def _shards(profile: StepProfile, setting: Setting, ranks: int) -> Footprint:
     """What is in memory during the whole step."""
-    whole = constant_footprint(profile, setting, workspace=between.workspace_nbytes).kinds
+    whole = constant_footprint(profile, setting).kinds
     shards = {kind: whole[kind] // ranks for kind in ("weights", "optimizer state")}
-    shards |= {"gradients": profile.gradients_nbytes // ranks, "residual": between.residual_nbytes}
-    return Footprint({**shards, "workspace": whole["workspace"]}, "")
+    shards |= {"gradients": profile.gradients_nbytes // ranks, "workspace": whole["workspace"]}
+    return Footprint(shards, "")
 
 
 def _end(
     profile: StepProfile,
     shards: Footprint,
-    between: "_BetweenNodes",
     gradients: Sequence[ReadyGradient],
     rest_nbytes: int,
     last_reduction_nbytes: int,
@@ -154,39 +143,5 @@ def _end(
     for gradient in gradients:
         gathered = {"weights": rest_nbytes, "gradients": rest_nbytes - gradient.nbytes, "send": last_reduction_nbytes}
         yield shards.plus_use(until_gradient(gradient.name), gradient.peak_before, **gathered)
-    for more in between.exchange_nbytes(""):
-        together = {"gradients": rest_nbytes, **more, "send": rest_nbytes + more.get("send", 0)}
-        yield shards.plus_use("reduction of the rest", profile.after_backward._replace(gradients=0), **together)
-
-
-class _BetweenNodes:
-    """What an exchange of shards between nodes needs; nothing if it is dense, which is made in place.
-
-    ``setting`` has as many ranks as there are nodes. Each of the ``inside`` ranks of a node has a part of every unit.
-    """
-
-    def __init__(self, profile: StepProfile, setting: Setting, exchange: str, inside: int) -> None:
-        density = density_of(exchange)
-        self._mode = TrainingMode(exchange if density is None else OKTOPK)
-        self._setting = setting if density is None else replace(setting, density=density)
-        units: dict[str, list[ReadyGradient]] = {}
-        for gradient in profile.gradients:
-            units.setdefault(block_of(gradient.name), []).append(gradient)
-        self._shards = {unit: self._shard(gradients, inside) for unit, gradients in units.items()}
-        buckets = [bucket for bucket, _ in self._shards.values()]
-        self.residual_nbytes = sum(self._mode.stored_nbytes(bucket) for bucket in buckets)
-        self.workspace_nbytes = owner_sums_nbytes(buckets, self._setting, self._mode)
-
-    def exchange_nbytes(self, unit: str) -> list[Mapping[str, int]]:
-        """Bytes by kind while a unit's shard is exchanged: in a usual step, then at rarer moments."""
-        bucket, copied_nbytes = self._shards.get(unit, (BucketSize((), 0, 0, False), 0))
-        found = exchange_nbytes(bucket, self._setting, self._mode)
-        return [{**more, "workspace": more["workspace"] + copied_nbytes} for more in found]
-
-    def _shard(self, gradients: Sequence[ReadyGradient], inside: int) -> tuple[BucketSize, int]:
-        """This rank's part of a unit that is compressed, and the bytes of copies where some of the unit is not."""
-        some = [gradient for gradient in gradients if self._mode.compresses(gradient)]
-        numel, nbytes = (-(-sum(sizes) // inside) for sizes in ((g.numel for g in some), (g.nbytes for g in some)))
-        mixed = bool(some) and len(some) < len(gradients)
-        copied_nbytes = -(-sum(gradient.nbytes for gradient in gradients) // inside) if mixed else 0
-        return BucketSize((), numel, nbytes, bool(some)), copied_nbytes
+    use = profile.after_backward._replace(gradients=0)
+    yield shards.plus_use("reduction of the rest", use, gradients=rest_nbytes, send=rest_nbytes)
