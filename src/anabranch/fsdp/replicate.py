@@ -31,7 +31,7 @@ from anabranch.exchange.external_buckets import ExternalBuckets, only_kind
 from anabranch.exchange.groups import USE_A_TORCH_GROUP, no_clone_reason
 from anabranch.exchange.lanes import Lanes, Message
 from anabranch.fsdp.mesh import check_same_over, fails_together, inherit_timeouts
-from anabranch.fsdp.torch_internals import gradient_dtype, is_finalized_by_hand, is_in_backward, sharded_modules
+from anabranch.fsdp.torch_internals import gradient_dtype, is_finalized_by_hand, is_in_backward, sharded_units
 from anabranch.observe.step_timer import tensors_in
 
 MIB = 1 << 20
@@ -351,18 +351,16 @@ def _scaler_skips(model: nn.Module, inside: Group) -> bool:
 def _units(model: nn.Module) -> list[ReplicatedUnit]:
     """The units that FSDP2 made of the model; ValueError if not all gradients would be averaged by them."""
     names = {parameter: name for name, parameter in model.named_parameters()}
-    units: dict[int, ReplicatedUnit] = {}  # by FSDP2's record: the modules of fully_shard([one, other]) have one unit
-    for path, module, _, groups in sharded_modules(model):
-        for group in groups:
-            if id(group) not in units:
-                units[id(group)] = _unit(path, module, group, names)
-    sharded = {name for unit in units.values() for name in (*unit.shards, *unit.frozen)}
+    units = [
+        _unit(*next(iter(unit.modules.items())), group, names) for unit in sharded_units(model) for group in unit.groups
+    ]
+    sharded = {name for unit in units for name in (*unit.shards, *unit.frozen)}
     if not units:
         raise ValueError(
             'the model has no unit that is trained: call fully_shard(block, mesh=mesh["shard"]) for its blocks and for '
             "itself first, then replicate(model, mesh)"
         )
-    if not any(unit.shards for unit in units.values()):
+    if not any(unit.shards for unit in units):
         raise ValueError(
             f"none of the {len(sharded)} parameters of the model is trained, so that nothing would be sent between "
             "nodes: call replicate() when requires_grad is True for those that will be"
@@ -372,7 +370,7 @@ def _units(model: nn.Module) -> list[ReplicatedUnit]:
             f"{alone[0]} is in no unit of fully_shard(), and would not be averaged between nodes: call "
             'fully_shard(model, mesh=mesh["shard"]) for the whole model, too'
         )
-    return list(units.values())
+    return units
 
 
 def _unit(path: str, module: FSDPModule, group: Any, names: Mapping[nn.Parameter, str]) -> ReplicatedUnit:

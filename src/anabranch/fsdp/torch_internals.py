@@ -1,6 +1,5 @@
 """The private names of torch's FSDP2 that ``replicate`` and ``watch`` use: its records of units and of parameters."""
 
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -19,20 +18,20 @@ GROUP_PARTS = (
 PARAMETER_PARTS = ("mp_policy", "offload_to_cpu", "padded_sharded_param_size", "sharded_param")
 
 
-class ShardedModule(NamedTuple):
-    """A module that fully_shard() was given, and FSDP2's records of its unit; ``groups`` of parameters that are alike.
+class ShardedUnit(NamedTuple):
+    """A unit of FSDP2's: the modules, by path, that one fully_shard() was given, and FSDP2's records of them.
 
-    The modules of ``fully_shard([one, other])`` share a state. Before torch 2.13 a unit has at most one group.
+    ``groups`` are of parameters that are alike. Before torch 2.13 a unit has at most one.
     """
 
-    path: str
-    module: FSDPModule
+    modules: dict[str, Any]
     state: Any
     groups: list[Any]
 
 
-def sharded_modules(model: nn.Module) -> Iterator[ShardedModule]:
-    """The modules of a model that FSDP2 shards; RuntimeError if this torch has no such records of one."""
+def sharded_units(model: nn.Module) -> list[ShardedUnit]:
+    """The units of a model, in the order of its modules; RuntimeError if this torch has no such records of one."""
+    units: dict[int, ShardedUnit] = {}
     for path, module in model.named_modules():
         if not isinstance(module, FSDPModule):
             continue
@@ -43,7 +42,8 @@ def sharded_modules(model: nn.Module) -> Iterator[ShardedModule]:
             check_parts("torch", TESTED, group, GROUP_PARTS)
             for record in group.fsdp_params:
                 check_parts("torch", TESTED, record, PARAMETER_PARTS)
-        yield ShardedModule(path, module, state, groups)
+        units.setdefault(id(state), ShardedUnit({}, state, groups)).modules[path] = module
+    return list(units.values())
 
 
 def parameter_groups(module: FSDPModule) -> list[Any]:

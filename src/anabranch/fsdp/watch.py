@@ -10,7 +10,7 @@ hooks before and after FSDP2's own, so that waiting for parameters is told apart
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from statistics import median
 from typing import Any
@@ -24,7 +24,7 @@ from torch.distributed.fsdp import FSDPModule
 from anabranch.fsdp.planning import Block, Links, ShardedTrace, ShardingPlan, Unit, simulate
 from anabranch.fsdp.planning.simulator import BETWEEN, INSIDE, REST_LABEL, unit_label
 from anabranch.fsdp.replicate import no_average
-from anabranch.fsdp.torch_internals import gradient_dtype, is_finalized_by_hand, sharded_modules
+from anabranch.fsdp.torch_internals import gradient_dtype, is_finalized_by_hand, sharded_units
 from anabranch.observe.clock import clock_for
 from anabranch.observe.step_timer import tensors_in
 from anabranch.values.checks import Meta
@@ -391,18 +391,15 @@ class _Timed:
 
 def _units(model: nn.Module) -> list[_Watched]:
     """FSDP2's units in the order of the model's modules; one that holds others has no block, and is of the rest."""
-    found: dict[int, _Watched] = {}
-    for path, module, state, groups in sharded_modules(model):
-        assert isinstance(module, nn.Module)
-        holds_others = any(isinstance(inner, FSDPModule) for inner in module.modules() if inner is not module)
-        if id(state) in found:
-            found[id(state)].blocks[path] = module
-        elif groups or not holds_others:
-            blocks: dict[str, nn.Module] = {} if holds_others or not path else {path: module}
-            found[id(state)] = _Watched(path or REST_LABEL, blocks, groups)
-    units = [replace(unit, label=unit_label(list(unit.blocks))) if unit.blocks else unit for unit in found.values()]
-    if not any(unit.blocks and unit.groups for unit in units):
+    found = []
+    for modules, _, groups in sharded_units(model):
+        path, first = next(iter(modules.items()))
+        holds_others = any(isinstance(inner, FSDPModule) for inner in first.modules() if inner is not first)
+        if groups or not holds_others:
+            blocks = {} if holds_others or not path else dict(modules)
+            found.append(_Watched(unit_label(list(blocks)) if blocks else path or REST_LABEL, blocks, groups))
+    if not any(unit.blocks and unit.groups for unit in found):
         raise ValueError(
             "the model has no units to watch: call ab.shard(model, mesh), or fully_shard() for its blocks and itself"
         )
-    return units
+    return found
