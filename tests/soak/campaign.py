@@ -51,15 +51,15 @@ class Campaign:
         elif case.kind.scenario == "second start":
             run_world(self._server, case, folder, phase="first")
             _forget_journals(folder)
-            verdict = judge(case, run_world(self._server, case, folder, phase="killed"))
+            control = self._control(case) if _is_comparable(case) else None
+            verdict = judge(case, run_world(self._server, case, folder, phase="killed"), control)
         elif case.kind.scenario == "links":
             with links.changing(case, folder) as (place, meanwhile):
                 records = run_world(self._server, case, folder, meanwhile, place=place)
             verdict = judge(case, records)
         else:
             control = self._control(case)
-            comparable = not CONFIGURATIONS[case.configuration].lossy and not _differs_by_design(case)
-            verdict = judge(case, run_world(self._server, case, folder), control if comparable else None)
+            verdict = judge(case, run_world(self._server, case, folder), control if _is_comparable(case) else None)
             if control is not None and case.kind.control == "same fault":
                 verdict = _beside_ddp(case, verdict, control)
         if case.kind.scenario == "saving" and (problem := hostile.saved_problem(folder)):
@@ -139,10 +139,14 @@ def _beside_ddp(case: Case, verdict: Verdict, theirs: Sequence[RankRecord]) -> V
     return replace(verdict, as_ddp=verdict.outcome in BAD and judge(case, theirs).outcome == verdict.outcome)
 
 
-def _differs_by_design(case: Case) -> bool:
-    """Lean leaves out updates that are not finite, and parameters that are frozen."""
-    lean = CONFIGURATIONS[case.configuration].lean is not None
-    return lean and (case.kind.action.startswith("poison") or case.kind.action in ("skip", "backward", "forward"))
+def _is_comparable(case: Case) -> bool:
+    """Whether the weights must be those of stock DDP: Lean leaves out what is not finite, and frozen parameters."""
+    own = CONFIGURATIONS[case.configuration]
+    return not own.lossy and not (own.lean is not None and _differs_under_lean(case))
+
+
+def _differs_under_lean(case: Case) -> bool:
+    return case.kind.action.startswith("poison") or case.kind.action in ("skip", "backward", "forward")
 
 
 def _without_fault(case: Case) -> Case:

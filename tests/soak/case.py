@@ -4,7 +4,7 @@ import random
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from soak.configurations import CONFIGURATIONS
+from soak.configurations import CONFIGURATIONS, SHARDED, SHARDED_RANKS
 from soak.faults import FAULTS, PLANTED, Fault
 
 Ending = Literal["raise", "close", "destroy", "exit"]
@@ -12,6 +12,7 @@ ENDINGS: tuple[Ending, ...] = get_args(Ending)
 WORLDS = (2, 2, 2, 3, 3, 4)  # as often as they are drawn
 HORIZON = 44  # steps: a whole search of the tuner with short trials, and the begin of the next one
 TAIL_STEPS = 6  # of training after the fault
+ENDLESS_STEPS = 1_000_000  # after a signal, which ends training if it is not lost
 STAGES = ("settling", "profiling", "measuring", "planning", "trying", "running", "profiling-again")
 
 
@@ -59,13 +60,15 @@ class Case:
     @property
     def steps(self) -> int:
         """How many steps each rank makes if nothing stops it."""
-        return (self.moment if isinstance(self.moment, int) else HORIZON) + TAIL_STEPS
+        tail = ENDLESS_STEPS if self.kind.signals else TAIL_STEPS
+        return (self.moment if isinstance(self.moment, int) else HORIZON) + tail
 
 
 def draw(fault: Fault, chance: random.Random) -> Case:
     """A case of this fault; everything else is random."""
     configurations = [name for name in CONFIGURATIONS if fault.suits(name)]
-    ranks = chance.choice(WORLDS)
+    configuration = chance.choice(configurations)
+    ranks = SHARDED_RANKS if configuration in SHARDED else chance.choice(WORLDS)
     moment: int | str = chance.randrange(HORIZON)
     if fault.point == "any" and chance.random() < 0.5:
         moment = chance.choice(STAGES)
@@ -73,6 +76,4 @@ def draw(fault: Fault, chance: random.Random) -> Case:
         moment = fault.stage
     elif fault.last_moment is not None:
         moment = chance.randrange(fault.last_moment + 1)
-    return Case(
-        fault.name, chance.choice(configurations), ranks, chance.randrange(ranks), moment, chance.choice(ENDINGS)
-    )
+    return Case(fault.name, configuration, ranks, chance.randrange(ranks), moment, chance.choice(ENDINGS))

@@ -17,16 +17,18 @@ class Configuration:
     ddp         arguments that stock DDP has, too
     ours        arguments of DataParallel; a network for these ranks is added unless ``measured``
     lean        arguments of Lean beside the optimizer; None without Lean
+    compiled    the backend of torch.compile; empty if the model is not compiled
     lossy       it is not meant to train exactly as stock DDP does
     rows, seed  of this rank's batches, and of its initial weights
     """
 
-    build: Literal["mlp", "normed", "branches"] = "mlp"
+    build: Literal["mlp", "normed", "branches", "wide", "sharded"] = "mlp"
     ddp: Mapping[str, Any] = field(default_factory=dict)
     ours: Mapping[str, Any] = field(default_factory=dict)
     lean: Mapping[str, Any] | None = None
     style: Style = "plain"
     optimizer: Literal["sgd", "adamw"] = "sgd"
+    compiled: str = ""
     lossy: bool = False
     measured: bool = False
     given_plan: bool = False
@@ -61,4 +63,20 @@ CONFIGURATIONS: Mapping[str, Configuration] = {
     "static-graph": Configuration(ddp={"static_graph": True}, ours={"planner": "scattered"}),
     "bucket-view": Configuration(ddp={"gradient_as_bucket_view": True}, ours={"planner": "scattered"}),
     "join": Configuration(style="join", ours={"planner": "scattered"}),
+    "int8": Configuration(ours={"compress": "int8", "planner": "scattered"}, lossy=True),
+    "int4": Configuration(ours={"compress": "int4"}, lossy=True),
+    "auto": Configuration(ours={"compress": "auto"}, lossy=True, measured=True),
+    "lean-within": Configuration(lean={"within": "1GiB"}, optimizer="adamw"),
+    "compiled": Configuration("wide", compiled="aot_eager", ours={"planner": "scattered"}),
+    "compiled-measured": Configuration("wide", compiled="aot_eager", measured=True),
+    "compiled-int8": Configuration("wide", compiled="eager", ours={"compress": "int8"}, lossy=True),
+    "compiled-int4": Configuration("wide", compiled="aot_eager", ours={"compress": "int4"}, lossy=True),
+    # FSDP2 inside each of two nodes of two ranks.
+    "replicate": Configuration("sharded"),
+    "replicate-bf16": Configuration("sharded", ours={"compress": "bf16"}, lossy=True),
+    "replicate-int8": Configuration("sharded", ours={"compress": "int8"}, lossy=True),
+    "replicate-oktopk": Configuration("sharded", ours={"compress": SPARSE}, lossy=True),
 }
+COMPILED = tuple(name for name, configuration in CONFIGURATIONS.items() if configuration.compiled)
+SHARDED = tuple(name for name, configuration in CONFIGURATIONS.items() if configuration.build == "sharded")
+SHARDED_RANKS = 4

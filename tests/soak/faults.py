@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from soak.configurations import SHARDED
+
 TIMEOUT_S = 3.0  # of the process groups of every case, on an idle machine
 
 Point = Literal["setup", "data", "forward", "loss", "backward", "update", "after", "any", ""]
@@ -32,6 +34,18 @@ CACHED = (
     "oktopk",
     "lean-adamw",
     "batch-norm-measured",
+)
+SIGNALS = ("interrupt", "terminate", "lose-signal")  # actions after which a rank ends at once
+SHARDED_ROWS = (
+    "killed",
+    "stopped for good",
+    "stopped, then continued",
+    "raises an exception",
+    "slow, within the timeout",
+    "slow, past the timeout",
+    "exits early",
+    "NaN, inf or huge gradients",
+    "Ctrl-C or SIGTERM on ranks",
 )
 NO_STATE_SHIFT = ("join", "accumulate")  # an extra pass means something else under these
 
@@ -70,7 +84,19 @@ class Fault:
 
     def suits(self, configuration: str) -> bool:
         """Whether the fault is meant for this configuration."""
+        if configuration in SHARDED and not self._may_be_sharded:
+            return False
         return (not self.only or configuration in self.only) and configuration not in self.never
+
+    @property
+    def _may_be_sharded(self) -> bool:
+        known = self.row in SHARDED_ROWS or self.name in ("other-compress", "other-batch")
+        return known and self.scenario == "train" and self.action != "poison-skipped"
+
+    @property
+    def signals(self) -> bool:
+        """Whether whoever is struck must end at once."""
+        return self.action in SIGNALS
 
     def pause_s(self, timeout_s: float) -> float:
         """How long the victim itself does nothing; 0 if it does not pause, or for good."""
@@ -78,6 +104,38 @@ class Fault:
 
 
 SHORT_S, LATER_S = 0.8, 2.0
+CACHED_STEPS = 4  # the first ones of a cached start, in which the cached plan is installed and checked
+IN_CACHED_STARTS = (
+    "kill-data",
+    "kill-forward",
+    "kill-backward",
+    "kill-any",
+    "stop-backward",
+    "stop-short-any",
+    "raise-forward",
+    "raise-backward",
+    "slow-loss",
+    "late-data",
+    "late-backward",
+    "exit-loss",
+    "abort-any",
+    "out-of-inputs",
+    "extra-forward",
+    "no-backward",
+    "nan",
+    "nan-everywhere-skipped",
+    "frozen-later",
+    "other-model",
+    "other-compress",
+    "other-plan",
+    "other-planner",
+    "replan-alone",
+    "close-alone",
+    "hold-everywhere",
+    "sigint-one",
+    "sigint-all",
+    "sigterm-all",
+)
 POINTS: tuple[Point, ...] = ("data", "forward", "loss", "backward", "update")
 
 
@@ -138,6 +196,12 @@ def _faults() -> list[Fault]:
         Fault("other-batch", "harmless differences", "rows", "setup", control="same fault"),
         Fault("other-seed", "harmless differences", "seed", "setup", control="same fault"),
     ]
+    for who in ("one", "all"):
+        everyone = who == "all"
+        for name, action in (("sigint", "interrupt"), ("sigterm", "terminate")):
+            row = "Ctrl-C or SIGTERM on ranks"
+            found += [Fault(f"{name}-{who}", row, action, "any", everyone=everyone)]
+            found += [Fault(f"{name}-{who}-backward", row, action, "backward", everyone=everyone)]
     for call in ("hold", "replan", "close", "comm_state_dict", "explain"):
         found.append(Fault(f"{call}-alone", "called on one rank", call, "after"))
     for call in ("hold", "replan", "close"):
@@ -150,6 +214,18 @@ def _faults() -> list[Fault]:
         Fault("hostile-state", "damaged files", scenario="hostile state", only=SPARSE, last_moment=12),
         Fault("hostile-cache", "damaged files", control="same fault", scenario="hostile cache", only=CACHED),
         Fault("kill-saving", "killed while writing", "kill", scenario="saving", silent=True, last_moment=4),
+        *(
+            replace(
+                fault,
+                name=f"cached-{fault.name}",
+                row="a cached start",
+                scenario="second start",
+                only=CACHED,
+                last_moment=CACHED_STEPS,
+            )
+            for fault in found
+            if fault.name in IN_CACHED_STARTS
+        ),
         Fault("links-slower", "links change", "rate", scenario="links", last_moment=24),
         Fault("links-down", "links change", "down", scenario="links", last_moment=24),
     ]
@@ -170,6 +246,7 @@ PLANTED: Mapping[str, Fault] = {
         Fault("planted-crash", "crash", "crash", "data"),
         Fault("planted-traceback", "unnamed traceback", "bare", "data"),
         Fault("planted-thread-traceback", "unnamed traceback", "thread-raises", "data"),
+        Fault("planted-lost-signal", "hang", "lose-signal", "data", everyone=True),
         Fault("planted-refusal", "refused", "raise", "data", control="no fault"),
     )
 }

@@ -65,7 +65,8 @@ class Injector:
             if not self._armed or self.training is None:
                 return None
             self._armed = False
-        self._journal.note("fault", step=self.training.step, stage=self.training.stage())
+        ends = self.case.kind.signals
+        self._journal.note("fault", step=self.training.step, stage=self.training.stage(), ends=ends)
         return ACTIONS[self.case.kind.action](self.training, self._amount)
 
     def _await_stage(self, stage: str) -> None:
@@ -109,6 +110,16 @@ def stop(training: Training, amount: float) -> None:
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
+def interrupt(training: Training, amount: float) -> None:
+    """Ctrl-C."""
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+def terminate(training: Training, amount: float) -> None:
+    """As a scheduler does; the program has a handler, which raises SystemExit."""
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
 def raise_error(training: Training, amount: float) -> None:
     """As a bug in the user's program would."""
     raise InjectedError("a bug in the user's program")
@@ -136,20 +147,20 @@ def run_out(training: Training, amount: float) -> None:
 
 def extra_forward(training: Training, amount: float) -> None:
     """A forward that nobody differentiates."""
-    training.model(*training.inputs())
+    training.call(*training.inputs())
 
 
 def evaluate(training: Training, amount: float) -> None:
     """A forward under no_grad, in evaluation mode."""
     training.model.eval()
     with torch.no_grad():
-        training.model(*training.inputs())
+        training.call(*training.inputs())
     training.model.train()
 
 
 def extra_backward(training: Training, amount: float) -> None:
     """A whole forward and backward that the other ranks do not make."""
-    training.model(*training.inputs()).square().mean().backward()
+    training.call(*training.inputs()).square().mean().backward()
 
 
 def skip_backward(training: Training, amount: float) -> None:
@@ -173,6 +184,12 @@ def freeze(training: Training, amount: float) -> None:
 def hang(training: Training, amount: float) -> None:
     """For ever."""
     time.sleep(1e6)
+
+
+def lose_signal(training: Training, amount: float) -> None:
+    """Ctrl-C, and training goes on."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    os.kill(os.getpid(), signal.SIGINT)
 
 
 def hang_at_exit(training: Training, amount: float) -> None:
@@ -229,6 +246,8 @@ def call(method: str) -> Callable[[Training, float], None]:
 ACTIONS: Mapping[str, Callable[[Training, float], object]] = {
     "kill": kill,
     "stop": stop,
+    "interrupt": interrupt,
+    "terminate": terminate,
     "raise": raise_error,
     "sleep": sleep,
     "exit": leave,
@@ -243,6 +262,7 @@ ACTIONS: Mapping[str, Callable[[Training, float], object]] = {
     "freeze": freeze,
     "hang": hang,
     "hang-at-exit": hang_at_exit,
+    "lose-signal": lose_signal,
     "nudge": nudge,
     "leak-thread": leak_thread,
     "leak-group": leak_group,

@@ -2,6 +2,7 @@
 
 import math
 import re
+import signal
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -77,7 +78,7 @@ def _verdict(
         ("crash", _crash(case, records)),
         ("hang", _hang(survivors, records)),
         ("silent divergence", _divergence(survivors, records, control)),
-        ("unnamed traceback", _unnamed(survivors, records)),
+        ("unnamed traceback", _unnamed(case, survivors, records)),
         ("refused", _refused(survivors, records, control)),
         ("leak", _leak(survivors, records)),
     )
@@ -119,9 +120,25 @@ def _error(record: RankRecord) -> str:
 def _crash(case: Case, records: Sequence[RankRecord]) -> str:
     for rank, record in enumerate(records):
         by_design = case.kind.silent and rank == case.victim
+        if (error := record.last("error")) and error["kind"] in (codes := _codes_of_signals(case, record)):
+            if record.code not in (None, codes[error["kind"]]):
+                return f"rank {rank} ended with {record.code} after {error['kind']}: {_last_line(record.stderr)}"
+            continue
         if record.code is not None and record.code < 0 and not by_design:
             return f"rank {rank} was ended by signal {-record.code}: {_last_line(record.stderr)}"
     return ""
+
+
+def _codes_of_signals(case: Case, record: RankRecord) -> dict[str, int]:
+    """With which exit code a rank that received a signal ends, by what the signal's handler raised."""
+    struck = record.last("fault")
+    if struck is None or not struck.get("ends"):
+        return {}
+    raises = case.ending == "raise"
+    return {
+        "KeyboardInterrupt": -signal.SIGINT if raises else 0,
+        "SystemExit": 128 + signal.SIGTERM if raises else 0,
+    }
 
 
 def _hang(survivors: Sequence[int], records: Sequence[RankRecord]) -> str:
@@ -134,14 +151,15 @@ def _hang(survivors: Sequence[int], records: Sequence[RankRecord]) -> str:
 
 def _divergence(survivors: Sequence[int], records: Sequence[RankRecord], control: Sequence[RankRecord] | None) -> str:
     """Weights of one step that differ between ranks, or weights in the end that differ from stock DDP's."""
-    digests: dict[object, dict[str, int]] = {}
+    digests: dict[tuple[object, int], dict[str, int]] = {}
     for rank in survivors:
         for event in records[rank].events:
             if event["what"] in ("step", "done") and event.get("digest"):
-                digests.setdefault(event.get("step", "the last"), {}).setdefault(event["digest"], rank)
-    apart = next((step for step, found in digests.items() if len(found) > 1), None)
-    if apart is not None and _trained_past(apart, survivors, records):
-        return f"after step {apart} the weights of ranks {sorted(digests[apart].values())} differ"
+                at = event.get("step", "the last"), event.get("part", 0)
+                digests.setdefault(at, {}).setdefault(event["digest"], rank)
+    apart = next((at for at, found in digests.items() if len(found) > 1), None)
+    if apart is not None and _trained_past(apart[0], survivors, records):
+        return f"after step {apart[0]} the weights of ranks {sorted(digests[apart].values())} differ"
     ends = [end for rank in survivors if (end := records[rank].last("done"))]
     expected = control[0].last("done") if control and all(record.last("done") for record in control) else None
     if ends and expected is not None and not close(ends[0]["weights"], expected["weights"]):
@@ -189,10 +207,11 @@ def _leak(survivors: Sequence[int], records: Sequence[RankRecord]) -> str:
     return ""
 
 
-def _unnamed(survivors: Sequence[int], records: Sequence[RankRecord]) -> str:
+def _unnamed(case: Case, survivors: Sequence[int], records: Sequence[RankRecord]) -> str:
     for rank in survivors:
         record, error = records[rank], records[rank].last("error")
-        if error and (error["kind"] in BARE or not error["words"].strip()):
+        by_signal = error is not None and error["kind"] in _codes_of_signals(case, record)
+        if error and not by_signal and (error["kind"] in BARE or not error["words"].strip()):
             return f"rank {rank} raised {error['kind']}: {error['words'][:120]!r} at {error['trace']}"
         for sign in BY_THREADS:
             if sign in record.stderr:

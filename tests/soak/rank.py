@@ -5,6 +5,7 @@ import gc
 import os
 import random
 import signal
+import sys
 import threading
 import traceback
 from collections.abc import Callable, Mapping
@@ -13,7 +14,7 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -22,11 +23,12 @@ from torch import nn
 import anabranch as ab
 from parallel.twins import WIDTH
 from soak import hostile
-from soak.case import TAIL_STEPS, Case
-from soak.configurations import CONFIGURATIONS, Configuration
+from soak.case import HORIZON, TAIL_STEPS, Case
+from soak.configurations import CONFIGURATIONS, SHARDED, Configuration
 from soak.injector import Injector
 from soak.journal import Journal
 from soak.mismatches import MODULES, SETTINGS
+from soak.sharded import ShardedTraining, two_nodes
 from soak.training import Training, nothing
 
 CHECKPOINT_STEPS = 4
@@ -58,6 +60,9 @@ def run(order: Order) -> None:
     """Be that rank; returns, raises or exits as the case says."""
     case, folder = Case.parse(order.case), Path(order.folder)
     journal = Journal(folder / f"rank-{order.rank}.jsonl")
+    # As in a program of its own, however the campaign was started.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, _stop)
     faulthandler.register(signal.SIGUSR1, (folder / f"stacks-{order.rank}").open("w"), all_threads=True)
     torch.set_num_threads(1)
     os.environ["ANABRANCH_CACHE"] = str(folder / "cache")  # of this case alone
@@ -71,13 +76,18 @@ def run(order: Order) -> None:
         timeout=timedelta(seconds=order.timeout_s),
     )
     dist.barrier()  # so that the group's own connections do not count as left over
+    if case.configuration in SHARDED:
+        two_nodes()
     rank = Rank(case, order, journal)
     before = resources()
     journal.note("begun", timeout_s=order.timeout_s)
     try:
         SCENARIOS[case.kind.scenario](rank)
-        journal.note("done", digest=rank.digest(), weights=rank.weights())
-    except Exception as error:
+        part = rank.training.part if rank.training is not None else 0
+        journal.note("done", digest=rank.digest(), weights=rank.weights(), part=part)
+    except BaseException as error:
+        if isinstance(error, SystemExit) and not case.kind.signals:
+            raise
         journal.note("error", kind=type(error).__name__, words=str(error), trace=_where(error))
         if case.ending == "raise":
             raise
@@ -99,14 +109,16 @@ class Rank:
         self.training: Training | None = None
         self.companion: Any = None
         self.is_victim = order.rank == case.victim
+        self.is_armed = True
 
     def disarm(self) -> None:
         """Let no fault happen."""
+        self.is_armed = False
         self.injector = Injector(self.case, -1, self.journal, self.order.timeout_s)
 
     def wrap(self, configuration: Configuration) -> Training:
         """Wrap a model: the victim's is another if the fault says so."""
-        action = self.case.kind.action if self.case.kind.point == "setup" else ""
+        action = self.case.kind.action if self.case.kind.point == "setup" and self.is_armed else ""
         change: Callable[[nn.Module], None] = nothing
         if action and self.is_victim:
             self.journal.note("fault", step=0, stage="wrapping")
@@ -114,7 +126,8 @@ class Rank:
             change = MODULES.get(action, nothing)
         if action == "wrapping-order" and not self.is_victim:
             self.companion = ab.DataParallel(nn.Linear(WIDTH, WIDTH))
-        self.training = Training(configuration, self.injector.at, self.order.control, change)
+        made = ShardedTraining if configuration.build == "sharded" else Training
+        self.training = made(configuration, self.injector.at, self.order.control, change)
         if action == "wrapping-order" and self.is_victim:
             self.companion = ab.DataParallel(nn.Linear(WIDTH, WIDTH))
         self.training.skips_nonfinite = self.case.kind.action == "poison-skipped"
@@ -127,7 +140,7 @@ class Rank:
         compares = training.configuration.style != "join"
         for step in training.steps(first, count):
             digest = training.digest() if compares else ""
-            self.journal.note("step", step=step, stage=training.stage(), digest=digest)
+            self.journal.note("step", step=step, stage=training.stage(), digest=digest, part=training.part)
 
     def digest(self) -> str:
         """Of the weights at the end; the same on all ranks."""
@@ -140,11 +153,12 @@ class Rank:
     def end(self, before: dict[str, Any]) -> None:
         """End as the case says; after close() nothing may be left."""
         if self.case.ending == "close":
-            if self.training is not None and not self.order.control:
-                self.training.model.close()
+            if self.training is not None:
+                self.training.close()
             if self.companion is not None:
                 self.companion.close()
-            self._note_resources("closed, referenced", before)
+            if self.case.configuration not in SHARDED:  # whose exchanges end when nobody refers to the model
+                self._note_resources("closed, referenced", before)
             self.injector.training = self.training = self.companion = None
             self._note_resources("closed, dropped", before)
         if self.case.ending in ("close", "destroy"):
@@ -182,10 +196,13 @@ def resume(rank: Rank) -> None:
 
 
 def restart(rank: Rank) -> None:
-    """Train: with the fault in the phase "killed", without it in the start before or after, which shares the cache."""
-    if rank.order.phase != "killed":
+    """Train: without the fault in the start before, "first", or after, "restarted", which share the cache."""
+    if rank.order.phase in ("first", "restarted"):
         rank.disarm()
-    train(rank)
+    if rank.order.phase == "first":
+        rank.train(rank.wrap(CONFIGURATIONS[rank.case.configuration]), 0, HORIZON + TAIL_STEPS)
+    else:
+        train(rank)
 
 
 def hostile_cache(rank: Rank) -> None:
@@ -290,6 +307,11 @@ def _where(error: BaseException) -> str:
     """The innermost place of an error, such as "lanes.py:120 in _run"."""
     frames = traceback.extract_tb(error.__traceback__)
     return f"{Path(frames[-1].filename).name}:{frames[-1].lineno} in {frames[-1].name}" if frames else ""
+
+
+def _stop(number: int, _frame: object) -> NoReturn:
+    """The program's own handler of SIGTERM."""
+    sys.exit(128 + number)
 
 
 def _enter(namespace: str, interface: str) -> None:

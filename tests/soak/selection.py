@@ -1,6 +1,6 @@
 """A case of every class of faults: drawn once, by ``next(drawn(seed))``, and written down.
 
-``make campaigns`` runs them all, ``make test`` three of them.
+``make campaigns`` runs them all, ``make test`` a few of them.
 """
 
 SELECTION = (
@@ -31,9 +31,22 @@ SELECTION = (
     "hostile-plan/default/2/0/0/exit",
     "kill-saving/scattered/2/0/0/raise",
     "links-slower/scattered/2/1/9/exit",
+    "kill-backward/compiled-measured/2/1/20/raise",
+    "slow-loss/compiled/2/0/9/close",
+    "kill-any/replicate-int8/4/1/7/close",
+    "slow-loss/replicate/4/1/7/close",
+    "sigint-all/default/2/0/12/raise",
+    "sigint-one/oktopk/3/1/trying/close",
+    "sigterm-all/compiled/2/1/9/destroy",
+    "sigterm-one-backward/replicate/4/3/6/raise",
+    "cached-raise-backward/oktopk/2/1/1/exit",
+    "cached-slow-loss/default/2/1/2/close",
 )
 BRIEF = (
     "kill-backward/scattered/3/1/20/raise",
     "nan-skipped/bucket-view/2/1/21/exit",
     "other-planner/scattered/2/1/0/exit",
+    "sigint-all/default/2/0/12/raise",
+    "kill-any/replicate-int8/4/1/7/close",
+    "cached-slow-loss/default/2/1/2/close",
 )

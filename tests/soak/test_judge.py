@@ -9,7 +9,7 @@ from soak.campaign import Campaign
 from soak.case import Case
 from soak.faults import PLANTED
 from soak.judge import GOOD, close, judge
-from soak.world import RankRecord, Server
+from soak.world import RankRecord, Server, obligation
 
 VICTIM = 1
 MOMENT = 3
@@ -71,6 +71,42 @@ def test_a_victim_that_was_to_vanish_is_no_crash_and_a_survivor_is() -> None:
     records = [survivor("a"), VICTIMS, RankRecord(survivor("a").events, -6, stderr="terminate called")]
     assert judge(KILLED, [*records[:2], survivor("a")]).outcome in GOOD
     assert judge(KILLED, records).why == "rank 2 was ended by signal 6: terminate called"
+
+
+INTERRUPTED = Case("sigint-all", "default", 2, VICTIM, MOMENT, "raise")
+
+
+def interrupted(code: int, kind: str = "KeyboardInterrupt", words: str = "", stderr: str = "") -> RankRecord:
+    """A rank that received Ctrl-C in its step 3, and ended so."""
+    fault = {"what": "fault", "at": 3.0, "step": 3, "stage": "trying optimal.", "ends": True}
+    error = {"what": "error", "at": 3.5, "kind": kind, "words": words, "trace": "training.py:1"}
+    return RankRecord([fault, error], code, stderr=stderr, ended=4.0)
+
+
+def test_ranks_that_ctrl_c_ended_end_well_and_an_exit_code_must_say_so() -> None:
+    verdict = judge(INTERRUPTED, [interrupted(-2), interrupted(-2)])
+    assert (verdict.outcome, verdict.end_s) == ("clear error", 1.0)
+    after = interrupted(1, "CollectiveError", "bucket 3 did not get through")
+    assert judge(INTERRUPTED, [interrupted(-2), after]).good, "the other rank ended first"
+    assert judge(INTERRUPTED, [interrupted(0), after]).why.startswith("rank 0 ended with 0 after KeyboardInterrupt")
+    ignored = interrupted(-2, stderr="Exception ignored in: <function>\nKeyboardInterrupt")
+    assert judge(INTERRUPTED, [interrupted(-2), ignored]).outcome == "unnamed traceback"
+
+
+def test_who_received_a_signal_may_not_go_on() -> None:
+    events = [dict(event) for event in interrupted(-2).events[:1]]
+    later = [{"what": "step", "at": float(at), "step": at} for at in range(4, 9)]
+    assert obligation(0, [[*events, *later], later]) == 3.0
+    assert obligation(1, [[*events, *later], later]) == 8.0
+
+
+def test_weights_of_one_part_are_compared_with_those_of_the_same_part() -> None:
+    def done(digest: str, part: int) -> RankRecord:
+        return RankRecord([{"what": "done", "at": 9.0, "digest": digest, "part": part, "weights": [1.0]}], 0)
+
+    case = Case("slow-loss", "replicate", 4, VICTIM, MOMENT, "raise")
+    assert judge(case, [done("a", 0), done("b", 1), done("a", 0), done("b", 1)]).outcome == "trained on"
+    assert judge(case, [done("a", 0), done("b", 1), done("a", 0), done("c", 1)]).outcome == "silent divergence"
 
 
 def test_weights_are_equal_up_to_rounding_and_nan_equals_nan() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import anabranch as ab
@@ -19,6 +20,8 @@ from soak.configurations import Configuration
 
 At = Callable[[str, int], object]  # (point, step): strikes if the fault is due
 BRANCHES = ((0, 1), (1, 2), (0, 2, 3), (3,))
+WIDE, WIDE_LAYERS = 160, 5  # a layer has 100 KiB, more than the least that is cut off a compiled graph
+WEIGHTS_AT_MOST = 4000  # that are written down
 POLICY = SCENARIOS["plans again and again"]
 
 
@@ -41,14 +44,17 @@ class Training:
         self._at = at
         self.module = build(configuration)
         change(self.module)
-        middle = [part for part in self.module.modules() if isinstance(part, nn.Linear)][1]
-        # Lean's engine holds the module until the wrapper is freed, so its hooks must not hold the wrapper.
-        inside = weakref.WeakMethod(self._inside)
-        middle.register_forward_hook(lambda *given: own(*given) if (own := inside()) is not None else None)
+        if not configuration.compiled:  # a hook would cut the graph of a compiled model
+            middle = [part for part in self.module.modules() if isinstance(part, nn.Linear)][1]
+            # Lean's engine holds the module until the wrapper is freed, so its hooks must not hold the wrapper.
+            inside = weakref.WeakMethod(self._inside)
+            middle.register_forward_hook(lambda *given: own(*given) if (own := inside()) is not None else None)
         self.model = self._wrap()
+        compiled = configuration.compiled and not control
+        self.call = torch.compile(self.model, backend=configuration.compiled) if compiled else self.model
         lean = configuration.lean is not None and not control
         self.optimizer = self.model.optimizer if lean else self._optimizer(self.module.parameters())
-        if not lean and not control:
+        if isinstance(self.model, ab.DataParallel) and not lean:
             self.model.share_momentum(self.optimizer)  # which changes nothing without OkTopk(momentum=...)
 
     def _wrap(self) -> Any:
@@ -84,7 +90,8 @@ class Training:
     def inputs(self) -> tuple[Any, ...]:
         """This rank's inputs of the step."""
         generator = torch.Generator().manual_seed(1000 * self.step + dist.get_rank())
-        rows = torch.randn(self.configuration.rows, WIDTH, generator=generator)
+        width = WIDE if self.configuration.build == "wide" else WIDTH
+        rows = torch.randn(self.configuration.rows, width, generator=generator)
         return (rows, BRANCHES[self.step % len(BRANCHES)]) if self.configuration.style == "branches" else (rows,)
 
     def steps(self, first: int, count: int) -> Iterator[int]:
@@ -111,7 +118,10 @@ class Training:
             self.optimizer.step()
 
     def _pass(self) -> None:
-        loss = self.model(*self.inputs()).square().mean()
+        output = self.call(*self.inputs())
+        if self.configuration.compiled:
+            self._inside(self.module, (), output)
+        loss = output.square().mean()
         self.strike("loss")
         if self.skips_backward:
             self.skips_backward = False
@@ -119,12 +129,30 @@ class Training:
             loss.backward()
 
     def weights(self) -> list[float]:
-        """All parameters, one after the other."""
-        return [value for p in self.module.parameters() for value in p.detach().double().flatten().tolist()]
+        """All parameters that this rank has, one after the other; of a large model, some."""
+        values = torch.cat([_local(p).double().flatten() for p in self.module.parameters()])
+        found: list[float] = values[:: 1 + len(values) // WEIGHTS_AT_MOST].tolist()
+        return found
 
     def digest(self) -> str:
-        """A hash of all parameters, bit by bit."""
-        return sha256(b"".join(bits(parameter) for parameter in self.module.parameters())).hexdigest()[:16]
+        """A hash of all parameters that this rank has, bit by bit."""
+        return sha256(b"".join(bits(_local(parameter)) for parameter in self.module.parameters())).hexdigest()[:16]
+
+    @property
+    def part(self) -> int:
+        """Ranks with the same number have the same part of the model."""
+        return 0
+
+    def close(self) -> None:
+        """Close the wrapper, which stock DDP cannot."""
+        if not self.control:
+            self.model.close()
+
+
+def _local(parameter: torch.Tensor) -> torch.Tensor:
+    """The part of a parameter that this rank has."""
+    whole = parameter.detach()
+    return whole.to_local() if isinstance(whole, DTensor) else whole
 
 
 def _lean_optimizer(training: "weakref.ref[Training]") -> Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]:
@@ -151,6 +179,8 @@ def build(configuration: Configuration) -> nn.Module:
         return Branches()
     if configuration.build == "normed":
         return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, WIDTH), nn.Tanh(), mlp(1))
+    if configuration.build == "wide":
+        return nn.Sequential(*(part for _ in range(WIDE_LAYERS) for part in (nn.Linear(WIDE, WIDE), nn.Tanh())))
     return mlp(4)
 
 

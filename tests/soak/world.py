@@ -21,6 +21,7 @@ from soak.rank import Order
 
 START_S = 30.0  # from the fork to the first step
 GRACE_S = 5.0  # from the group's timeout to the end of the last survivor
+SIGNAL_S = 5.0  # from Ctrl-C to the end of whoever received it
 POLL_S = 0.02
 NOT_OURS = ("nanobind: ", " - leaked ", " - ... skipped", "See https://nanobind")  # triton's, since modules are frozen
 STACKS_S = 0.3  # for faulthandler to write
@@ -141,6 +142,9 @@ def run_world(
 
 def obligation(rank: int, events: Sequence[Sequence[Event]]) -> float | None:
     """Since when a rank should only come to its end: the fault, or its own last step; None before the fault."""
+    ending = [event["at"] for event in events[rank] if event["what"] == "fault" and event.get("ends")]
+    if ending:  # by a signal, after which it may not go on
+        return float(ending[0])
     struck: list[float] = [event["at"] for journal in events for event in journal if event["what"] == "fault"]
     if not struck:
         return None
@@ -160,7 +164,8 @@ def _late_s(
         own = [event["at"] for event in events[rank]]
         idle_s = now - (own[-1] if own else began)
         return idle_s if idle_s > START_S * patience() else 0.0
-    allowed_s = timeout_s + grace_s + case.kind.pause_s(timeout_s)
+    signalled = any(event["what"] == "fault" and event.get("ends") for event in events[rank])
+    allowed_s = SIGNAL_S * patience() if signalled else timeout_s + grace_s + case.kind.pause_s(timeout_s)
     return now - since if now - since > allowed_s else 0.0
 
 
