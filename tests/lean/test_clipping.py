@@ -399,7 +399,7 @@ def freed(rank: int) -> list[int]:
 
     def finish_step() -> Any:
         nonlocal most
-        tensors.extend(slot.tensor for slot in engine._dense_slots._slots)
+        tensors.extend(slot.tensor for slot in engine._slots._slots)
         most = max(most, sum(tensor.untyped_storage().nbytes() for tensor in tensors))
         return apply()
 

@@ -81,7 +81,7 @@ def live(rank: int, compress: bool, clip_norm: float | None) -> dict[str, list[i
     blocks, storages = lean._profiled
     found = {}
     for storage in storages:
-        peaks = [storage.peak(blocks, everywhere(blocks, how)).nbytes for how in ACTIVATIONS]
+        peaks = [storage.peak_nbytes(blocks, everywhere(blocks, how)) for how in ACTIVATIONS]
         found[storage.residuals] = [*peaks, *(probed_peak(storage, how) for how in ACTIVATIONS)]
     lean.close()
     return found

@@ -103,16 +103,21 @@ def recorded(log: Log) -> None:
         yield from step(self, bucket, average, *rest)
         log.died(entry)
 
-    def telling_acquire(self: Slots, numel: int, dtype: torch.dtype) -> Slot:
-        slot = acquire(self, numel, dtype)
-        in_slots[slot.tensor.data_ptr()] = log.born(f"slot of {id(self)}", slot.tensor)
+    def telling_acquire(self: Slots, *args: Any) -> Slot:
+        slot = acquire(self, *args)
+        for tensor in filled(slot):
+            in_slots[tensor.data_ptr()] = log.born(f"slot of {id(self)}", tensor)
         return slot
 
     def telling_free(self: Slot) -> None:
-        entry = in_slots[self.tensor.data_ptr()]
-        if entry.died is None:
-            log.died(entry)
+        for tensor in filled(self):
+            entry = in_slots[tensor.data_ptr()]
+            if entry.died is None:
+                log.died(entry)
         free(self)
+
+    def filled(slot: Slot) -> list[torch.Tensor]:
+        return [slot.tensor] if slot.unpacked is None else [slot.tensor, slot.unpacked]
 
     patches: list[tuple[type, str, Any]] = [
         (BucketUpdater, "exchange_and_step", telling_step), (Slots, "acquire", telling_acquire),
@@ -208,6 +213,17 @@ def test_two_slots_at_a_time_each_as_large_as_its_bucket() -> None:
     slots.wait()
     slots.free()
     assert all(tensor.untyped_storage().nbytes() == 0 for tensor in given)
+
+
+def test_what_is_kept_has_no_turn() -> None:
+    slots = Slots(torch.device("cpu"))
+    kept = [slots.acquire(3, torch.float32, kept=True).tensor for _ in range(3)]
+    first, second = (slots.acquire(4, torch.bfloat16, unpacks=True) for _ in range(2))
+    slots.acquire(5, torch.float32)
+    sizes = [tensor.untyped_storage().nbytes() for tensor in (*kept, first.tensor, second.tensor)]
+    assert sizes == [12, 12, 12, 0, 8]
+    assert first.unpacked is not None and first.unpacked.untyped_storage().nbytes() == 0
+    assert second.unpacked is not None and second.unpacked.untyped_storage().nbytes() == 16
 
 
 def test_a_slot_is_not_freed_before_its_user_is_done() -> None:

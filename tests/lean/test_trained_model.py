@@ -10,34 +10,34 @@ import torch
 from torch import nn
 
 import anabranch as ab
-from anabranch.lean.trained_model import ModuleFingerprint, trained_parameters
+from anabranch.lean.trained_model import TrainedModel, trained_parameters
 from anabranch.tuning.tuner import Tuner
 from ranks import on_ranks
 
 
-def test_a_fingerprint_notices_every_change_but_new_values() -> None:
+def test_it_notices_every_change_but_new_values() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Sequential(nn.Linear(2, 2)))
-    fingerprint = ModuleFingerprint(model)
-    assert fingerprint.unchanged()
+    trained = TrainedModel(model)
+    assert trained.unchanged()
     with torch.no_grad():
         next(model.parameters()).add_(1)
-    assert fingerprint.unchanged()
+    assert trained.unchanged()
     inner = model[1]
     assert isinstance(inner, nn.Sequential)
     inner.append(nn.Linear(2, 2))
-    assert not fingerprint.unchanged()
-    assert ModuleFingerprint(model).unchanged()
+    assert not trained.unchanged()
+    assert TrainedModel(model).unchanged()
 
 
-def test_a_fingerprint_notices_freezing_and_another_dtype() -> None:
+def test_it_notices_freezing_and_another_dtype() -> None:
     model = nn.Linear(2, 2)
-    fingerprint = ModuleFingerprint(model)
+    trained = TrainedModel(model)
     model.bias.requires_grad_(False)
-    assert not fingerprint.unchanged()
+    assert not trained.unchanged()
     model.bias.requires_grad_(True)
-    assert fingerprint.unchanged()
+    assert trained.unchanged()
     model.to(torch.float64)
-    assert not fingerprint.unchanged()
+    assert not trained.unchanged()
 
 
 def test_trained_parameters_are_those_that_need_gradients_and_are_synchronised() -> None:

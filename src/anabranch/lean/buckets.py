@@ -1,6 +1,5 @@
 """The buckets of the plan in force under Lean, and slots: the memory in which a bucket's gradient is one tensor."""
 
-from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -114,9 +113,15 @@ class LiveBucket:
 
 @dataclass(eq=False)
 class Slot:
-    """Memory of a bucket, not initialised; ``last_use`` completes when it may be freed."""
+    """Memory of a bucket, not initialised; ``last_use`` completes when it may be freed.
+
+    unpacked   for the bucket's residual in float32, where that is stored rounded
+    kept       until the end of backward
+    """
 
     tensor: torch.Tensor
+    unpacked: torch.Tensor | None
+    kept: bool
     last_use: Future[torch.Tensor] | None = None
 
     def wait(self) -> None:
@@ -126,32 +131,33 @@ class Slot:
             last_use.wait()
 
     def free(self) -> None:
-        """Free the memory. To drop the tensor is not enough: a lane keeps its last works, and these what they sent."""
+        """Free the memory. To drop tensors is not enough: a lane keeps its last works, and these what they sent."""
         self.tensor.untyped_storage().resize_(0)
+        if self.unpacked is not None:
+            self.unpacked.untyped_storage().resize_(0)
 
 
 class Slots:
-    """A slot for every bucket of a step, as large as the bucket.
+    """A slot for every bucket of a step, as large as the bucket; SLOTS have memory at a time, and those that are kept.
 
     Memory is taken when a bucket is complete, so when the activations of the layers behind it are gone. None is kept
     between steps.
-
-    at_once   how many buckets have memory at the same time: ``acquire`` first waits for the oldest slot's last use, and
-              frees it. None: all keep theirs until ``free``
     """
 
-    def __init__(self, device: torch.device, at_once: int | None = SLOTS) -> None:
+    def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._at_once = at_once
-        self._slots: deque[Slot] = deque()
+        self._slots: list[Slot] = []
 
-    def acquire(self, numel: int, dtype: torch.dtype) -> Slot:
-        """Return memory for a bucket of ``numel`` elements."""
-        while self._at_once is not None and len(self._slots) >= self._at_once:
-            oldest = self._slots.popleft()
+    def acquire(self, numel: int, dtype: torch.dtype, unpacks: bool = False, kept: bool = False) -> Slot:
+        """Return memory for a bucket of ``numel`` elements; first wait for the last use of the oldest, and free it."""
+        in_turn = [slot for slot in self._slots if not slot.kept]
+        if len(in_turn) >= SLOTS and not kept:
+            oldest = in_turn[0]
             oldest.wait()
             oldest.free()
-        slot = Slot(torch.empty(numel, dtype=dtype, device=self._device))
+            self._slots.remove(oldest)
+        unpacked = torch.empty(numel, dtype=torch.float32, device=self._device) if unpacks else None
+        slot = Slot(torch.empty(numel, dtype=dtype, device=self._device), unpacked, kept)
         self._slots.append(slot)
         return slot
 
@@ -163,4 +169,4 @@ class Slots:
     def free(self) -> None:
         """Free all memory: the step is over, and nothing reads an average any more."""
         while self._slots:
-            self._slots.popleft().free()
+            self._slots.pop().free()

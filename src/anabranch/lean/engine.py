@@ -83,7 +83,7 @@ class Engine(StepObserver):
         self._frozen = FrozenAgreement(self.parameters)
         self._on_averaged: Callable[[], None] | None = None
         self._launcher: BucketLauncher | None = None
-        self._new_slots()
+        self._slots = Slots(self._device)
         self._launched = 0  # number of buckets launched in this backward pass
         self._any_gradient_arrived = False  # in this backward pass
         # If False, a backward pass belongs to no forward of this model, and its gradients are left to the caller.
@@ -147,7 +147,7 @@ class Engine(StepObserver):
     def _drop_buckets(self) -> None:
         while self._handles:
             self._handles.pop().remove()
-        self._new_slots()
+        self._slots = Slots(self._device)
         self.buckets = []
         self._launcher = None
         self._launched = 0
@@ -155,11 +155,6 @@ class Engine(StepObserver):
         self.averaged_backward_running = False
         self.updates.forget_buckets()
         self.optimizers.forget_buckets()
-
-    def _new_slots(self) -> None:
-        self._slots = Slots(self._device)
-        self._residual_slots = Slots(self._device)  # for residuals in float32 that are stored rounded
-        self._dense_slots = Slots(self._device, at_once=None) if self.updates.holds_updates else self._slots
 
     # From the end of forward to the update of every bucket.
 
@@ -235,20 +230,19 @@ class Engine(StepObserver):
             )
         self._launched += 1
         self.updates.launch_pending(keep=1)  # the slot that is freed next is that of the bucket before the last one
-        slot = (self._dense_slots if bucket.residual is None else self._slots).acquire(bucket.numel, bucket.dtype)
-        in_use = [slot]
-        if bucket.residual is None:
+        residual = bucket.residual
+        unpacks = residual is not None and residual.packed is not None
+        kept = residual is None and self.updates.holds_updates
+        slot = self._slots.acquire(bucket.numel, bucket.dtype, unpacks, kept)
+        if residual is None:
             bucket.flatten_into(slot.tensor)
         else:
-            if bucket.residual.packed is not None:
-                in_use.append(self._residual_slots.acquire(bucket.numel, torch.float32))
-                bucket.residual.unpack(in_use[-1].tensor)
+            if slot.unpacked is not None:
+                residual.unpack(slot.unpacked)
             bucket.add_all_to_residual()
         finite_here, used_here = bucket.take_finite_flag(), self._used_here(bucket)
         update = partial(self.updates.exchange_and_step, bucket, slot.tensor, finite_here, used_here)
-        future = self._launcher.launch(self._launched - 1, slot.tensor, update)
-        for each in in_use:
-            each.last_use = future
+        slot.last_use = self._launcher.launch(self._launched - 1, slot.tensor, update)
 
     def _used_here(self, bucket: LiveBucket) -> torch.Tensor | None:
         """A number for each parameter of a bucket, 0 if this rank did not use it; None if no rank asks.
@@ -270,12 +264,9 @@ class Engine(StepObserver):
             return
         while self._launched < len(self.buckets):
             self._launch()
-        slots = (self._slots, self._dense_slots, self._residual_slots)
-        for each in slots:
-            each.wait()
+        self._slots.wait()
         self.updates.finish_step()
-        for each in slots:
-            each.free()
+        self._slots.free()
         self._launched = 0
         self._any_gradient_arrived = False
         self._averaged_forward_ended = False

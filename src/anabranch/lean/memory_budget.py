@@ -1,10 +1,10 @@
 """What to do within a budget of memory: how residuals are stored, and which activations are recomputed.
 
 Every way to store residuals leaves some room for activations, and takes some time in each step. How much it holds at
-every moment of a step is said by the account (``planning.memory``), as for ``anabranch memory``: of a model that trains
-it gets what its blocks were seen to save. For each the solver finds the least extra time with which activations keep
-within the room. The one with the least sum is chosen; of those that differ by less than a measurement can tell, the
-most exact one.
+every moment of a step is said by the account (``planning.memory``), as for ``anabranch memory``: here it gets what the
+blocks of a model that trains were seen to save. For each the solver finds the least extra time with which activations
+keep within the room. The one with the least sum is chosen; of those that differ by less than a measurement can tell,
+the most exact one.
 """
 
 from collections import Counter, defaultdict
@@ -24,14 +24,13 @@ from anabranch.lean.activations.solver import (
     Choice,
     Forecast,
     choose,
-    in_use,
+    predict,
     smallest_budget,
 )
 from anabranch.observe.clock import clock_for
 from anabranch.planning.memory import (
     FRAGMENTATION,
     NO_USE,
-    Footprint,
     OptimizerMemory,
     ReadyGradient,
     ResidualPlacement,
@@ -39,7 +38,6 @@ from anabranch.planning.memory import (
     StepProfile,
     TrainingMode,
     allocated_nbytes,
-    largest_footprint,
     lean_moments,
     residual_nbytes,
 )
@@ -125,24 +123,15 @@ class Storage:
         moments = [moment for mode, setting in exchanges for moment in lean_moments(step.profile, setting, mode)]
         self.held_nbytes = min(moment.footprint.nbytes for moment in moments)
         self.end_nbytes = max(moment.footprint.nbytes for moment in moments if moment.index == len(gradients))
-        self._moments: list[tuple[Footprint, Sequence[str]]] = []  # without activations; which blocks have some then
+        self._on_top_nbytes: dict[str, int] = {}  # by block: most that is held on top while it is differentiated
         for moment in moments:
-            own_nbytes = gradients[moment.index].nbytes if moment.index < len(gradients) else 0
-            blocks = step.blocks_at.get((moment.index, moment.ready), ())
-            self._moments.append((moment.footprint.plus(moment.footprint.at, gradients=own_nbytes), blocks))
-        self._on_top_nbytes: dict[str, int] = {}  # by block: most that is held while it is differentiated
-        for footprint, blocks in self._moments:
-            for block in blocks:
-                nbytes = footprint.nbytes - self.held_nbytes
+            for block in step.blocks_at.get((moment.index, moment.ready), ()):
+                nbytes = moment.footprint.nbytes + gradients[moment.index].nbytes - self.held_nbytes
                 self._on_top_nbytes[block] = max(self._on_top_nbytes.get(block, 0), nbytes)
 
-    def peak(self, blocks: Sequence[BlockCosts], actions: Mapping[str, Action]) -> Footprint:
+    def peak_nbytes(self, blocks: Sequence[BlockCosts], actions: Mapping[str, Action]) -> int:
         """The peak of a step with these actions, by the account."""
-        in_use_nbytes = in_use(blocks, actions)
-        return largest_footprint(
-            footprint.plus(footprint.at, activations=max((in_use_nbytes[name] for name in names), default=0))
-            for footprint, names in self._moments
-        )
+        return max(self.held_nbytes + predict(self.occupied(blocks), actions).peak_nbytes, self.end_nbytes)
 
     def occupied(self, blocks: Iterable[BlockCosts]) -> list[BlockCosts]:
         """The blocks with what is in memory next to their activations, for a solver whose room is all but ``held``."""
@@ -197,14 +186,14 @@ def choose_within(blocks: Sequence[BlockCosts], storages: Sequence[Storage], bud
     computing_s = sum(block.forward_s + block.backward_s for block in blocks)
     enough_s = min(choice.forecast.extra_s for _, choice in fitting) + ALIKE * computing_s
     storage, choice = next(one for one in fitting if one[1].forecast.extra_s <= enough_s)
-    peak_nbytes = storage.peak(blocks, choice.actions).nbytes
+    peak_nbytes = storage.peak_nbytes(blocks, choice.actions)
     return WithinChoice(*choice, storage.residuals, budget_nbytes, peak_nbytes, tried)
 
 
 def check_fits(message: Mapping[str, Any], blocks: Sequence[BlockCosts], storages: Sequence[Storage]) -> None:
     """Raise BudgetError unless what rank 0 has chosen keeps within the budget on this rank, too."""
     storage = next(storage for storage in storages if storage.residuals == message["residuals"])
-    peak_nbytes = storage.peak(blocks, message["actions"]).nbytes
+    peak_nbytes = storage.peak_nbytes(blocks, message["actions"])
     if peak_nbytes > message["within_nbytes"]:
         raise BudgetError(
             f"rank 0 has chosen what keeps within {_size(message['within_nbytes'])} there, and this rank would need "

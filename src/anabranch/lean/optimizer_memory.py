@@ -1,7 +1,7 @@
 """The memory of an optimizer: its state, and the workspace of its step."""
 
 import weakref
-from collections import OrderedDict, defaultdict
+from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
-from anabranch.lean.optimizers import STEP_HOOKS
+from anabranch.lean.optimizers import part_of
 from anabranch.planning.memory import OptimizerMemory, allocated_nbytes
 
 
@@ -56,9 +56,8 @@ def _workspace_nbytes(optimizer: torch.optim.Optimizer) -> int:
 
 def _seen_nbytes(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> int:
     """The most that a second step of a copy without data allocates."""
-    copy: Any = object.__new__(type(optimizer))
-    vars(copy).update((name, value) for name, value in vars(optimizer).items() if name != "step")
-    vars(copy).update({name: OrderedDict() for name in STEP_HOOKS}, state=defaultdict(dict))
+    copy = part_of(optimizer, vars(optimizer), ())
+    copy.state = defaultdict(dict)
     copy.param_groups = [_without_data(group) for group in groups]
     copy.step()
     return next_step_nbytes(copy)

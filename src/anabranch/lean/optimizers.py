@@ -29,7 +29,7 @@ STEP_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 class BucketOptimizers:
     """Makes the optimizers of one model's buckets. ``user_optimizer`` is the one that the user sees.
 
-    ``source`` makes optimizers, or is the one to take over; then buckets have parts of it (``_part_of``).
+    ``source`` makes optimizers, or is the one to take over; then buckets have parts of it (``part_of``).
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class BucketOptimizers:
         if isinstance(source, torch.optim.Optimizer):
             _check_taken_over(source, parameters)
             self._before: dict[str, Any] = vars(source).setdefault(BEFORE_LEAN, dict(vars(source)))
-            self._factory: OptimizerFactory = partial(_part_of, source, self._before)
+            self._factory: OptimizerFactory = partial(part_of, source, self._before)
             self.user_optimizer = user = source
         else:
             self._before = {}
@@ -202,7 +202,7 @@ def _check_taken_over(optimizer: torch.optim.Optimizer, parameters: Mapping[str,
         )
 
 
-def _part_of(
+def part_of(
     optimizer: torch.optim.Optimizer, before: Mapping[str, Any], parameters: Sequence[nn.Parameter]
 ) -> torch.optim.Optimizer:
     """An optimizer like this one was ``before`` it was taken over, for some of its parameters."""

@@ -28,11 +28,11 @@ class TrainedModel:
         self.module = module
         self.parameters = trained_parameters(module)
         self._memory_formats = {name: _memory_format(parameter) for name, parameter in self.parameters.items()}
-        self._fingerprint = ModuleFingerprint(module)
+        self._remember()
 
     def check(self) -> None:
         """Raise if the parameters were changed, other than by freezing; fast if nothing has changed."""
-        if self._fingerprint.unchanged():
+        if self.unchanged():
             return
         for name, parameter in trained_parameters(self.module).items():
             now = _memory_format(parameter)
@@ -43,26 +43,25 @@ class TrainedModel:
                     "added or replaced since, and its bucket and optimizer were made then; do so before wrapping, or "
                     "close() this DataParallel and wrap the module again"
                 )
-        self._fingerprint = ModuleFingerprint(self.module)
-
-
-class ModuleFingerprint:
-    """The parts and parameters of a module, compared before every forward; faster than a walk over all names."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self._tables = [table for part in module.modules() for table in (part._parameters, part._modules)]
-        self._parameters = list(module.parameters())
-        self._kept_alive = [part for table in self._tables for part in table.values()]  # so that no id is reused
-        self._before = self._now()
+        self._remember()
 
     def unchanged(self) -> bool:
-        """Whether the module has the same parts and parameters, with the same dtype, device, strides and freezing."""
+        """Whether the module has the same parts and parameters, with the same dtype, device, strides and freezing.
+
+        Asked before every forward; faster than a walk over all names.
+        """
         return self._now() == self._before
+
+    def _remember(self) -> None:
+        self._tables = [table for part in self.module.modules() for table in (part._parameters, part._modules)]
+        self._every_parameter = list(self.module.parameters())
+        self._kept_alive = [part for table in self._tables for part in table.values()]  # so that no id is reused
+        self._before = self._now()
 
     def _now(self) -> tuple[list[int], list[object]]:
         return [id(part) for table in self._tables for part in table.values()], [
             (parameter.dtype, parameter.device, parameter.requires_grad, parameter.stride())
-            for parameter in self._parameters
+            for parameter in self._every_parameter
         ]
 
 

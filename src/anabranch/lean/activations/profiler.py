@@ -21,7 +21,7 @@ from anabranch.lean.activations.blocks import END, REST, Block, blocks_of
 from anabranch.lean.activations.recompute import BlockRange, PatchedModel, no_side_effects, recompute
 from anabranch.lean.activations.solver import Action, BlockCosts, BudgetError, Choice, Forecast
 from anabranch.lean.options import Mode
-from anabranch.observe.clock import Clock, clock_for
+from anabranch.observe.clock import clock_for
 from anabranch.observe.step_timer import StepObserver, StepTimer, tensors_in
 from anabranch.planning.memory import CONVOLUTION_WORKSPACE
 
@@ -96,18 +96,15 @@ class BlockProfiler(StepObserver):
     before its backward, all are counted.
 
     convolution_workspace   what a convolution needs for itself, times the bytes of its tensors; None: as on the device
-    clock                   by which blocks are timed; None: that of the device
     """
 
-    def __init__(
-        self, model: nn.Module, convolution_workspace: float | None = None, clock: Clock | None = None
-    ) -> None:
+    def __init__(self, model: nn.Module, convolution_workspace: float | None = None) -> None:
         parameter = next(model.parameters(), None)
         if parameter is None:
             raise ValueError("the model has no parameters: expected one to train, on the device that it computes on")
         self.steps = 0  # whose backward is over
         self._device = parameter.device
-        self._clock: Clock = clock or clock_for(self._device)
+        self._clock = clock_for(self._device)
         self._model = model
         self._backward_end: object | None = None
         self._previous: tuple[BlockProfile, set[StorageWeakRef]] | None = None  # the block before, and its output
