@@ -302,7 +302,7 @@ class LeanDataParallel(Tuned, nn.Module):
 
     def _choose(self) -> None:
         """Choose which activations are recomputed and, within a budget, how residuals are stored; after profiling."""
-        if self._activations.choice is None:
+        if not self._activations.agreed:
             self._activations.choose(self._own_choice, self._agreed_choice)
             if agreed := self._activations.agreed:
                 self.layout.residuals.store_as(agreed["residuals"])
