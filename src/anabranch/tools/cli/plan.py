@@ -56,6 +56,7 @@ def plan(
         save(made, output, force)
     from anabranch.tools.report.documents import PlanDocument
     from anabranch.tools.report.figures import ratio
+    from anabranch.tools.report.formatting import count, factor, seconds
 
     ddp_s, alone_s = (
         gradients.forward_s + finish_s(gradients, planning.plan(gradients, links, name), links)
@@ -70,7 +71,11 @@ def plan(
         speedup_over_per_tensor=ratio(alone_s, timeline.iteration_s),
         written=str(output) if output else None,
     )
-    print_document(document, as_json, lambda: _plan_report(planner, document))
+    title = f"Plan by {planner}: {count(len(made), 'bucket')} on {count(made.lanes, 'lane')}"
+    bound = f"{seconds(document.lower_bound_s)} for the finish of any plan on {count(made.lanes, 'lane')}"
+    ddp, alone = factor(document.speedup_over_ddp_default), factor(document.speedup_over_per_tensor)
+    more = [("lower bound", bound), ("speed-up", f"{ddp} over DDP's default, {alone} over no merging")]
+    print_document(document, as_json, lambda: _report(f"{title}, {count(links.world_size, 'rank')}", document, more))
 
 
 def simulate(
@@ -96,6 +101,7 @@ def simulate(
     if chrome:
         write_text(json.dumps(timeline.trace_events(), allow_nan=False) + "\n", chrome, force)
     from anabranch.tools.report.documents import SimulateDocument
+    from anabranch.tools.report.formatting import count
 
     document = SimulateDocument(
         plan=str(plan) if plan else None,
@@ -103,7 +109,8 @@ def simulate(
         **_step(gradients, made, timeline, links),
         written=tuple(str(path) for path in (output, chrome) if path),
     )
-    print_document(document, as_json, lambda: _step_report(document))
+    title = f"One step among {count(links.world_size, 'rank')}, predicted"
+    print_document(document, as_json, lambda: _report(title, document))
 
 
 def compare(
@@ -156,31 +163,17 @@ def _step(trace: Trace, made: Plan, timeline: Timeline, network: Network) -> dic
     }
 
 
-def _plan_report(planner: str, document: "PlanDocument") -> "Iterator[RenderableType]":
-    from anabranch.tools.report.formatting import count, factor, plain, seconds
+def _report(
+    title: str, document: "PlanDocument | SimulateDocument", more: Sequence[tuple[str, str]] = ()
+) -> "Iterator[RenderableType]":
+    """The buckets, and what is predicted of the step; ``more`` facts of a plan."""
+    from anabranch.tools.report.formatting import plain
     from anabranch.tools.report.tables import bucket_table, duration_pairs, facts, terminal
 
-    buckets, lanes = count(len(document.buckets), "bucket"), count(document.lanes, "lane")
-    ddp, alone = factor(document.speedup_over_ddp_default), factor(document.speedup_over_per_tensor)
-    pairs = [
-        *duration_pairs(document),
-        ("lower bound", f"{seconds(document.lower_bound_s)} for the finish of any plan on {lanes}"),
-        ("speed-up", f"{ddp} over DDP's default, {alone} over no merging"),
-        ("fingerprint", document.fingerprint),
-        *([("written to", plain(document.written))] if document.written else []),
-    ]
+    files = [document.written] if isinstance(document.written, str) else document.written or ()
+    written = [("written to", plain(path)) for path in files]
     yield terminal(bucket_table("Buckets in launch order", document.buckets))
-    yield facts(f"Plan by {planner}: {buckets} on {lanes}, {count(document.world_size, 'rank')}", pairs)
-
-
-def _step_report(document: "SimulateDocument") -> "Iterator[RenderableType]":
-    from anabranch.tools.report.formatting import count, plain
-    from anabranch.tools.report.tables import bucket_table, duration_pairs, facts, terminal
-
-    written = [("written to", plain(path)) for path in document.written]
-    pairs = [*duration_pairs(document), ("fingerprint", document.fingerprint), *written]
-    yield terminal(bucket_table("Buckets in launch order", document.buckets))
-    yield facts(f"One step among {count(document.world_size, 'rank')}, predicted", pairs)
+    yield facts(title, [*duration_pairs(document), *more, ("fingerprint", document.fingerprint), *written])
 
 
 def _row(name: str, planner: Planner, trace: Trace, networks: Sequence[Network], ddp_s: float) -> "ComparedPlanner":
