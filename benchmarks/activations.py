@@ -126,10 +126,10 @@ def noted(ours: ManagedActivations | None) -> str:
     if ours is None:
         return ""
     words = []
-    if ours.choice is not None:
-        taken = list(ours.choice.actions.values())
+    if ours.agreed:
+        taken = list(ours.agreed["actions"].values())
         words.append(", ".join(f"{taken.count(action)} {action}" for action in dict.fromkeys(taken)))
-        forecast = ours.choice.forecast
+        forecast = ours.agreed["forecast"]
         words.append(f"predicted {forecast.peak_nbytes / GIB:.2f} GiB, +{forecast.extra_s * 1e3:.0f} ms")
     return "; ".join(words)
 

@@ -176,7 +176,7 @@ def frozen_before_the_choice(rank: int) -> tuple[str, bool]:
         if step == 2:
             next(model.parameters()).requires_grad_(False)
         lean(tokens(step, rank)).backward()
-    told, chosen = lean.explain(), lean._activations.choice is not None
+    told, chosen = lean.explain(), bool(lean._activations.agreed)
     lean.close()
     return told, chosen
 

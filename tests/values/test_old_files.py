@@ -71,7 +71,8 @@ def test_the_commands_print_the_same_fields(capsys: pytest.CaptureFixture[str]) 
     simulated = {**document("simulate"), "plan": str(OLD / "plan.json"), "written": []}
     found = json_of(capsys, "simulate", *INPUTS, "--plan", str(OLD / "plan.json"))
     assert fields_of(simulated, found) == near(simulated)
-    compared = {**document("compare"), "trace": INPUTS[1], "network": INPUTS[3]}
+    rows = [row for row in document("compare")["rows"] if row["name"] != "horovod"]  # which is retired
+    compared = {**document("compare"), "trace": INPUTS[1], "network": INPUTS[3], "rows": rows}
     assert fields_of(compared, json_of(capsys, "compare", *INPUTS)) == near(compared)
 
 

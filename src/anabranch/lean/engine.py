@@ -24,7 +24,7 @@ from anabranch.lean.buckets import LiveBucket, Slots
 from anabranch.lean.optimizers import BucketOptimizers
 from anabranch.lean.options import Lean
 from anabranch.lean.torch_patches import check_followed
-from anabranch.lean.trained_model import FrozenAgreement, TrainedModel, trained_parameters
+from anabranch.lean.trained_model import TrainedModel, compare_frozen, trained_parameters
 from anabranch.observe.step_timer import StepObserver
 from anabranch.values.plan import Plan
 
@@ -80,7 +80,7 @@ class Engine(StepObserver):
         self._device = next(iter(self.parameters.values())).device
         self._pass = current_pass
         self._find_unused = find_unused
-        self._frozen = FrozenAgreement(self.parameters)
+        self._check_frozen: Callable[[], None] | None = None  # from the first gradient to the first bucket
         self._on_averaged: Callable[[], None] | None = None
         self._launcher: BucketLauncher | None = None
         self._slots = Slots(self._device)
@@ -141,7 +141,6 @@ class Engine(StepObserver):
     def close(self) -> None:
         """Remove the hooks and free all memory; an output that the user keeps refers to this object."""
         self._drop_buckets()
-        self._frozen.close()
         self.optimizers.close()
 
     def _drop_buckets(self) -> None:
@@ -151,6 +150,7 @@ class Engine(StepObserver):
         self.buckets = []
         self._launcher = None
         self._launched = 0
+        self._check_frozen = None  # its message, before its group is destroyed
         self._any_gradient_arrived = self._averaged_forward_ended = False
         self.averaged_backward_running = False
         self.updates.forget_buckets()
@@ -211,15 +211,16 @@ class Engine(StepObserver):
             check_followed(self._pass.scaler)
             Variable._execution_engine.queue_callback(self._finish)
         self._any_gradient_arrived = True
-        self._frozen.begin(self._control)
+        self._check_frozen = compare_frozen(self.parameters, self._control)
         for bucket in self.buckets:
             bucket.begin_backward(self.residuals.of(bucket.planned))
 
     def _launch(self) -> None:
         """Launch the next bucket on its lane."""
         assert self._launcher is not None
-        if self._launched == 0:
-            self._frozen.check(self._control)
+        if self._check_frozen is not None:
+            self._check_frozen()
+            self._check_frozen = None
         bucket = self.buckets[self._launched]
         bucket.find_missing()
         if bucket.missing and not self._find_unused:

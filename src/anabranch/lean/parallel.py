@@ -254,8 +254,8 @@ class LeanDataParallel(Tuned, nn.Module):
             told.grad = torch.full_like(told, 0.0 if skipped_before == skipped_now else inf)
             scaler.unscale_(torch.optim.SGD([told]))
             scaler.update()
-        if scaler is not None and self.layout.updates.loss_scale != (scale := float(scaler.get_scale())):
-            self.layout.updates.loss_scale = scale
+        if scaler is not None:
+            self.layout.updates.loss_scale = float(scaler.get_scale())
         super()._follow_scale()
 
     def _step_counts(self) -> tuple[int, int]:
@@ -302,7 +302,7 @@ class LeanDataParallel(Tuned, nn.Module):
 
     def _choose(self) -> None:
         """Choose which activations are recomputed and, within a budget, how residuals are stored; after profiling."""
-        if self._activations.choice is None:
+        if not self._activations.agreed:
             self._activations.choose(self._own_choice, self._agreed_choice)
             if agreed := self._activations.agreed:
                 self.layout.residuals.store_as(agreed["residuals"])

@@ -10,7 +10,7 @@ there is a model under Lean; for other models they do what they did.
 import logging
 import sys
 from collections import deque
-from functools import partial, wraps
+from functools import cache, partial, wraps
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet, ref
 
@@ -38,16 +38,12 @@ CONCURRENT_PASSES = 64  # backward passes that run at the same time, at most
 
 _models: "WeakSet[LeanDataParallel]" = WeakSet()
 _scaled_passes: "deque[tuple[int, ref[torch.amp.GradScaler]]]" = deque(maxlen=CONCURRENT_PASSES)  # by graph task
-_installed = False
 
 
 def watch(model: "LeanDataParallel") -> None:
     """Have torch's calls respect this model from now on."""
-    global _installed
     _models.add(model)
-    if not _installed:
-        _installed = True
-        _install()
+    _install()
 
 
 def check_followed(followed: Scaler | None) -> None:
@@ -68,7 +64,9 @@ def check_followed(followed: Scaler | None) -> None:
         )
 
 
+@cache
 def _install() -> None:
+    """Replace torch's functions, once in a process."""
     register_optimizer_step_pre_hook(_refuse_idle_step)
     for scaler in (torch.amp.GradScaler, ShardedGradScaler):  # which has a scale() of its own
         scaler.scale = _recording_passes(scaler.scale)  # type: ignore[method-assign]

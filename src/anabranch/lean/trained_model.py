@@ -1,6 +1,6 @@
 """What Lean expects of a model between steps: the parameters it was wrapped with, frozen alike on all ranks."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from hashlib import sha256
 
 import torch
@@ -65,42 +65,30 @@ class TrainedModel:
         ]
 
 
-class FrozenAgreement:
-    """Compares between ranks which parameters are frozen, in every averaged backward pass.
+def compare_frozen(parameters: Mapping[str, nn.Parameter], control: Group) -> Callable[[], None]:
+    """Start to compare between ranks which parameters are frozen, in every averaged backward pass. Collective.
 
-    One that is frozen on some ranks only would part the ranks' weights. The message has 16 bytes and is sent while
-    backward computes the first bucket.
+    The returned function waits for the answer, and raises DisagreementError on every rank unless all have frozen the
+    same ones. One that is frozen on some ranks only would part the ranks' weights. The message has 16 bytes and is sent
+    while backward computes the first bucket, on ``control``, a group for small messages in host memory.
     """
+    if dist.get_world_size(control) == 1:
+        return lambda: None
+    flags = bytes(parameter.requires_grad for parameter in parameters.values())
+    digest = int.from_bytes(sha256(flags).digest()[:7])
+    extremes = torch.tensor([digest, -digest])  # the largest digest of all ranks, and the smallest times −1
+    work = dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=control, async_op=True)
+    work = issued(work, "which parameters are frozen")
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        self._parameters = parameters
-        self._extremes = torch.zeros(2, dtype=torch.int64)  # the largest digest of all ranks, and the smallest times −1
-        self._work: dist.Work | None = None
-
-    def begin(self, control: Group) -> None:
-        """Start to compare, by a group for small messages in host memory; ``check`` must follow. Collective."""
-        if dist.get_world_size(control) == 1:
-            return
-        flags = bytes(parameter.requires_grad for parameter in self._parameters.values())
-        digest = int.from_bytes(sha256(flags).digest()[:7])
-        self._extremes = torch.tensor([digest, -digest])
-        work = dist.all_reduce(self._extremes, op=dist.ReduceOp.MAX, group=control, async_op=True)
-        self._work = issued(work, "which parameters are frozen")
-
-    def check(self, control: Group) -> None:
-        """Raise DisagreementError on every rank unless all ranks have frozen the same parameters."""
-        if self._work is None:
-            return
+    def check() -> None:
         with explained("ranks could not compare which parameters are frozen"):
-            self._work.wait()
-        largest, smallest = self._extremes.tolist()
+            work.wait()
+        largest, smallest = extremes.tolist()
         if largest != -smallest:
-            lines = [f"{name} with requires_grad={p.requires_grad}" for name, p in self._parameters.items()]
+            lines = [f"{name} with requires_grad={p.requires_grad}" for name, p in parameters.items()]
             check_same("which parameters are frozen (no rank has updated anything in this step)", lines, control)
 
-    def close(self) -> None:
-        """Drop the last message, before its group is destroyed."""
-        self._work = None
+    return check
 
 
 def _memory_format(parameter: nn.Parameter) -> str:

@@ -106,7 +106,7 @@ def test_a_profile_and_the_mix_it_leads_to() -> None:
         step(model, data)
         step(twin, data)
         assert_same(gradients(twin), gradients(model))
-    assert managed.choice is not None
-    assert managed.choice.forecast.peak_nbytes <= budget
+    assert managed.agreed
+    assert managed.agreed["forecast"].peak_nbytes <= budget
     assert peak_of(lambda: step(model, data)) < 1.5 * budget + 6 * WHOLE  # with gradients of activations and workspaces
     managed.undo()

@@ -43,11 +43,10 @@ def test_the_chosen_mix_trains_the_same_to_the_bit(build: Callable[[], nn.Module
     made: list[ManagedActivations] = []
     managed = trained(build, plainly, lambda model: made.append(SelfChoosing(model, budget)), steps=5)
     assert_same(trained(build, steps=5), managed)
-    choice = made[0].choice
-    assert choice is not None
-    assert choice.forecast.peak_nbytes <= budget
-    assert made[0].actions == choice.actions
-    assert (set(choice.actions.values()) == {"keep"}) == (budget == 1 << 20)
+    choice = made[0].agreed
+    assert choice["forecast"].peak_nbytes <= budget
+    assert made[0].actions == choice["actions"]
+    assert (set(choice["actions"].values()) == {"keep"}) == (budget == 1 << 20)
 
 
 def test_every_mode_trains_the_same_to_the_bit() -> None:
@@ -81,7 +80,7 @@ def test_all_ranks_can_follow_one_choice() -> None:
         managed.choose(lambda blocks: choose(blocks, ROOMY)._asdict(), agree)
         step_of(model)()
     assert managed.actions == theirs
-    assert managed.choice is not None and managed.choice.actions == theirs
+    assert managed.agreed["actions"] == theirs
     managed.undo()
 
 
@@ -101,7 +100,7 @@ def test_a_budget_that_is_too_small_is_refused_in_every_forward_and_told_to_all_
             managed.choose(lambda blocks: choose(blocks, 10)._asdict(), agree)
     assert [list(each) for each in told] == [["wait"], ["wait"], ["error"], ["error"]]
     managed.choose(lambda blocks: choose(blocks, smallest_budget(blocks))._asdict())
-    assert managed.choice is not None
+    assert managed.agreed
     managed.undo()
     step_of(model)()
 
@@ -125,13 +124,13 @@ def test_a_rank_follows_where_it_would_have_found_nothing_itself() -> None:
     wide = SelfChoosing(model, ROOMY)
     for _ in range(3):
         step_of(model)()
-    assert wide.choice is not None
-    choice = wide.choice._asdict()
+    assert wide.agreed
+    choice = wide.agreed
     wide.undo()
     managed = ManagedActivations(model, "auto")
     managed.choose(lambda blocks: choose(blocks, 10)._asdict(), lambda _: choice)  # also before it has seen anything
     step_of(model)()
-    assert managed.choice == wide.choice
+    assert managed.agreed == wide.agreed == choice
 
 
 def test_a_model_without_blocks_is_profiled_too() -> None:
@@ -150,7 +149,7 @@ def test_a_model_without_blocks_is_profiled_too() -> None:
         with nullcontext() if fits else pytest.raises(BudgetError):
             for _ in range(3):
                 model(torch.randn(8, 16)).sum().backward()
-        assert (managed.choice is not None) == fits
+        assert bool(managed.agreed) == fits
         managed.undo()
 
 
@@ -171,8 +170,8 @@ def test_evaluation_between_profiled_steps_is_not_counted() -> None:
             model.eval()(inputs_of(model))
         model.train()
         step_of(model)()
-    assert managed.choice is not None
-    assert len(managed.choice.actions) == 7
+    assert managed.agreed
+    assert len(managed.agreed["actions"]) == 7
     managed.undo()
 
 

@@ -147,7 +147,7 @@ def test_frozen_blocks_and_missing_ones_are_profiled_too() -> None:
     managed = SelfChoosing(model, 1 << 30)
     for _ in range(3):
         model(torch.randn(8, 16)).sum().backward()
-    assert managed.choice is not None
+    assert managed.agreed
 
 
 class Again(nn.Module):
@@ -172,8 +172,8 @@ def test_a_layer_that_runs_again_is_recomputed_one_run_at_a_time() -> None:
         try:
             for _ in range(3):
                 model(torch.randn(32, 64)).sum().backward()
-            assert managed.choice is not None
-            chosen[budget // whole] = managed.choice.actions["layers.0"]
+            assert managed.agreed
+            chosen[budget // whole] = managed.agreed["actions"]["layers.0"]
         except BudgetError:
             chosen[budget // whole] = "none"
     assert chosen[60] == "keep" and chosen[24] not in ("keep", "none") and chosen[4] == "none"

@@ -5,7 +5,6 @@ from pathlib import Path
 import pytest
 
 from anabranch import plan, save, simulate
-from anabranch.planning.fixed import HOROVOD_CAP_NBYTES
 from anabranch.planning.ladder import least_lossy
 from anabranch.planning.merge import compressed_if_faster
 from anabranch.planning.simulator import lower_bound_s
@@ -17,7 +16,7 @@ from anabranch.values.kinds.fidelity import error_of_plan
 from anabranch.values.kinds.names import COMPRESSED, EVERY_ELEMENT
 from tools.cli.nouns import RING, error_of, json_of, measured, small_trace, trace_file
 
-ROWS = ["per_tensor", "single", "by_bytes", "horovod", "mgwfbp", "optimal", "asc", "lanes"]
+ROWS = ["per_tensor", "single", "by_bytes", "mgwfbp", "optimal", "asc", "lanes"]
 
 
 def test_rows_are_what_the_library_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -36,7 +35,6 @@ def test_rows_are_what_the_library_says(tmp_path: Path, capsys: pytest.CaptureFi
         assert row["lower_bound_s"] == bound_s and row["above_bound"] == timeline.finish_s / bound_s - 1
         assert row["above_bound"] >= -1e-12
         assert row["iteration_low_s"] is None
-    assert rows["horovod"]["options"] == {"cap_nbytes": HOROVOD_CAP_NBYTES, "closes": "before"}
     assert rows[document["best"]]["iteration_s"] == min(row["iteration_s"] for row in rows.values())
 
 

@@ -284,9 +284,9 @@ def test_other_ways_to_compress(capsys: pytest.CaptureFixture[str]) -> None:
     assert document["modes"]["int4"]["kinds"]["residual"] > 0 == document["modes"]["int8"]["kinds"]["residual"]
     both = json_of(capsys, *ASKED, "--compress", "oktopk", "--compress", "bf16")["modes"]
     assert list(both) == [*DEFAULT_MODES, "bf16", "lean, bf16"]
-    assert "--compress is 'fp8': expected oktopk (or oktopk:0.01, oktopk:0.01:bf16), auto, or one of bf16" in error_of(
-        capsys, *ASKED, "--compress", "fp8"
-    )
+    assert "--compress is 'fp8': expected bf16, int8, int4, auto" in error_of(capsys, *ASKED, "--compress", "fp8")
+    ladder = error_of(capsys, *ASKED, "--compress", "auto:int8")
+    assert "--compress is 'auto:int8': expected auto, or the least faithful kind of that ladder itself" in ladder
 
 
 def test_auto_needs_the_memory_of_int4(capsys: pytest.CaptureFixture[str]) -> None:

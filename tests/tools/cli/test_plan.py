@@ -41,11 +41,8 @@ def test_the_table_has_every_bucket_and_the_fingerprint(tmp_path: Path, capsys: 
     assert "over DDP's default" in out and "over no merging" in out
 
 
-def test_horovod_is_a_planner_with_options(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_planner_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     argv = ["plan", "--trace", trace_file(tmp_path), "--network", RING]
-    horovod = json_of(capsys, *argv, "--planner", "horovod")
-    assert (horovod["planner"], horovod["options"]["closes"]) == ("by_bytes", "before")
-    assert horovod["fingerprint"] == plan(small_trace(), NETWORK, "by_bytes", **horovod["options"]).fingerprint
     assert "expected one of per_tensor" in error_of(capsys, *argv, "--planner", "magic")
 
 

@@ -151,7 +151,7 @@ def test_assumptions_are_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]
 
 
 def test_tables_show_the_best_at_every_size(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    names = "per_tensor,single,by_bytes,horovod,mgwfbp,optimal,asc,lanes"
+    names = "per_tensor,single,by_bytes,mgwfbp,optimal,asc,lanes"
     argv = ["scale", "--trace", trace_file(tmp_path), "--network", RING, "--planners", names, "--world-sizes", "4,2048"]
     assert main([*argv, "--network", "100ib"]) == 0
     out = " ".join(capsys.readouterr().out.split())

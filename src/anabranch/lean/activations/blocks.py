@@ -55,29 +55,28 @@ def _of_children(module: nn.Module, prefix: str) -> Iterator[Block]:
 
 def _of_container(container: nn.Module, prefix: str) -> Iterator[Block]:
     is_sequential = type(container).forward is nn.Sequential.forward
-    first: str | None = None  # child of the block that is open
-    children: list[str] = []
+    children: list[str] = []  # of the block that is open, which goes by the name of the first
     follows = False
     for name, child in container._modules.items():  # named_children() leaves out a layer that is used again
         if child is None:
             continue
         if _is_stage(child):
-            if first is not None:
-                yield Block(prefix + first, container, tuple(children), follows)
-            first, children, follows = None, [], False
+            if children:
+                yield Block(prefix + children[0], container, tuple(children), follows)
+            children, follows = [], False
             yield from _of_container(child, f"{prefix}{name}.")
         elif not is_sequential:
             if _has_parameters(child):
                 yield Block(prefix + name, child)
-        elif first is None or _starts_block(child):
-            if first is not None:
-                yield Block(prefix + first, container, tuple(children), follows)
+        elif not children or _starts_block(child):
+            if children:
+                yield Block(prefix + children[0], container, tuple(children), follows)
                 follows = True
-            first, children = name, [name]
+            children = [name]
         else:
             children.append(name)
-    if first is not None:
-        yield Block(prefix + first, container, tuple(children), follows)
+    if children:
+        yield Block(prefix + children[0], container, tuple(children), follows)
 
 
 def _is_stage(child: nn.Module) -> bool:

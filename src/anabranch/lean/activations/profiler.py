@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from anabranch.lean.activations.blocks import END, REST, Block, blocks_of
 from anabranch.lean.activations.recompute import BlockRange, PatchedModel, no_side_effects, recompute
-from anabranch.lean.activations.solver import Action, BlockCosts, BudgetError, Choice, Forecast
+from anabranch.lean.activations.solver import Action, BlockCosts, BudgetError
 from anabranch.lean.options import Mode
 from anabranch.observe.clock import clock_for
 from anabranch.observe.step_timer import StepObserver, StepTimer, tensors_in
@@ -308,11 +308,10 @@ class ManagedActivations:
     """A model whose activations are managed by a mode until ``undo()``.
 
     In mode "auto" the first steps are profiled, with as little memory as possible. The wrapper calls ``choose()``
-    before each forward, on all ranks, until there is a ``choice``, which all ranks follow; ``agreed`` is its message.
+    before each forward, on all ranks, until one is ``agreed``, which all ranks follow; it is empty before.
     """
 
     def __init__(self, model: nn.Module, mode: Mode) -> None:
-        self.choice: Choice | None = None
         self.agreed: ChoiceMessage = {}
         self._model = model
         self._patched = recompute(model) if mode == "recompute" else None
@@ -346,10 +345,9 @@ class ManagedActivations:
         if "error" in agreed:
             raise BudgetError(agreed["error"])
         self.agreed = agreed
-        self.choice = Choice(agreed["actions"], Forecast(*agreed["forecast"]))
         self._profiler.undo()
         self._profiler = None
-        self._patched = PatchedModel(self._model, self.choice.actions)
+        self._patched = PatchedModel(self._model, agreed["actions"])
 
 
 def _own_choice(profiler: BlockProfiler, choosing: Choosing) -> ChoiceMessage:

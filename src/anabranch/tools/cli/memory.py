@@ -2,18 +2,19 @@
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from typer import Option
 
 from anabranch.fsdp.planning.sharding_modes import UNPLANNED, ShardingMode, sharding_mode
 from anabranch.planning.memory import FRAGMENTATION, Setting
+from anabranch.tools.bench.compress import compression
 from anabranch.tools.cli import arguments
 from anabranch.tools.cli.options import JsonOption, Precision
 from anabranch.tools.cli.output import print_document
 from anabranch.tools.cli.user_function import backward_errors, build_at
 from anabranch.tools.network_presets import PRESETS
-from anabranch.values.kinds.names import AUTO, COMPRESSED, DENSE, OKTOPK, Wire, given_density, split_wire
+from anabranch.values.kinds.names import AUTO, COMPRESSED, DENSE, OKTOPK
 from anabranch.values.kinds.options import OkTopk
 from anabranch.values.links import TwoLevel
 from anabranch.values.quantities import size_nbytes
@@ -65,17 +66,18 @@ def memory(
     """Predict peak memory by kind of object: for DDP, compressed exchanges and Lean; the largest batch that fits."""
     limit_nbytes = None if within is None else size_nbytes("--within", within)
     links, shardings = network_of(network, ranks), list(dict.fromkeys(sharded or ()))
-    asked = _asked(compress or [OKTOPK])
+    exchanges, oktopk = _asked(compress or [OKTOPK])
+    density = float(oktopk.density)
     ranks, node = ranks or (links.world_size if links else DEFAULT_RANKS), _ranks_per_node(links, shardings)
-    setting = Setting(ranks, asked.density, None, clips, options=OkTopk(wire=asked.wire), ranks_per_node=node)
+    setting = Setting(ranks, density, None, clips, options=oktopk, ranks_per_node=node)
     from anabranch.tools.report.documents import MemoryDocument, MemoryMode
     from anabranch.tools.report.memory import memory_report
 
     estimator = estimator_of(model, optimizer, activations, half=precision == "bf16")
     batches: dict[str, int] | None = None
     with backward_errors(model):
-        footprints = estimator.footprints(batch_size, setting, _modes(asked.exchanges, shardings))
-        assumptions = [*estimator.assumptions, *_about(asked, setting, shardings)]
+        footprints = estimator.footprints(batch_size, setting, _modes(exchanges, shardings))
+        assumptions = [*estimator.assumptions, *_about(exchanges, setting, shardings)]
         if limit_nbytes is not None:
             batches = {mode: estimator.largest_batch(mode, setting, limit_nbytes) for mode in footprints}
             assumptions += _limits(batches)
@@ -111,27 +113,16 @@ def estimator_of(
     return MemoryEstimator(builds, OPTIMIZERS[optimizer], activations, half=half)
 
 
-class _Asked(NamedTuple):
-    """The exchanges that --compress asks for, each once, and how sparse ones send."""
-
-    exchanges: Sequence[str]
-    density: float
-    wire: "Wire"
-
-
-def _asked(compress: Sequence[str]) -> _Asked:
-    """What these values of --compress ask for; ValueError if they do not fit together."""
-    sparse = list(dict.fromkeys(text for text in compress if text.partition(":")[0] == OKTOPK))
-    if unknown := next((text for text in compress if text not in (AUTO, *COMPRESSED, *sparse)), None):
-        raise ValueError(
-            f"--compress is {unknown!r}: expected {OKTOPK} (or {OKTOPK}:0.01, {OKTOPK}:0.01:bf16), {AUTO}, or one of "
-            f"{', '.join(COMPRESSED)}"
-        )
+def _asked(compress: Sequence[str]) -> tuple[list[str], OkTopk]:
+    """The exchanges that --compress asks for, each once, and how sparse ones send; ValueError if they do not fit."""
+    if ladder := next((text for text in compress if text.startswith(f"{AUTO}:")), None):
+        raise ValueError(f"--compress is {ladder!r}: expected {AUTO}, or the least faithful kind of that ladder itself")
+    found = {text: compression(text, OkTopk(density=DEFAULT_DENSITY)) for text in compress}
+    sparse = {text: options for text, options in found.items() if isinstance(options, OkTopk)}
     if len(sparse) > 1:
         raise ValueError(f"--compress is {' and '.join(sparse)}: expected one density and one wire; run them apart")
-    plain, wire = split_wire(sparse[0] if sparse else OKTOPK)
-    density = DEFAULT_DENSITY if plain == OKTOPK else given_density(sparse[0], wires=True)
-    return _Asked(list(dict.fromkeys(OKTOPK if text in sparse else text for text in compress)), density, wire)
+    exchanges = dict.fromkeys(OKTOPK if text in sparse else text for text in found)
+    return list(exchanges), next(iter(sparse.values()), OkTopk(density=DEFAULT_DENSITY))
 
 
 def _modes(exchanges: Sequence[str], sharded: Sequence[str]) -> list[str]:
@@ -178,11 +169,11 @@ def _ranks_per_node(network: "Network | None", sharded: Sequence[str]) -> int | 
     return size and min(size, network.world_size if network else size)
 
 
-def _about(asked: _Asked, setting: Setting, sharded: Sequence[str]) -> list[str]:
+def _about(exchanges: Sequence[str], setting: Setting, sharded: Sequence[str]) -> list[str]:
     """What is assumed of exchanges, of clipping and of the sharded modes."""
     said = {
-        f"Ok-Topk sends values as {asked.wire}": asked.wire != "fp32",
-        AUTO_AS: AUTO in asked.exchanges,
+        f"Ok-Topk sends values as {setting.options.wire}": setting.options.wire != "fp32",
+        AUTO_AS: AUTO in exchanges,
         CLIPPED: setting.clips,
         SHARDED_ASSUMPTION: bool(sharded),
     }

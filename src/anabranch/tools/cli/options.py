@@ -26,6 +26,7 @@ JsonOption = Annotated[
 ForceOption = Annotated[bool, Option("--force", help="Overwrite output files that are already there.")]
 
 PAGE = "anabranch report draws what --json prints: anabranch {} ... --json > run.json, then anabranch report run.json"
+HOROVOD = "in Python: anabranch.plan(trace, network, 'by_bytes', cap_nbytes=128 << 20, closes='before')"
 SLOWEST = "all ranks wait for the slowest one: give a trace of that rank by --trace"
 # By verb, what to use instead of an option, or of one of its values, that is gone.
 RETIRED: Mapping[str, Mapping[str, str]] = {
@@ -54,13 +55,16 @@ RETIRED: Mapping[str, Mapping[str, str]] = {
     "plan": {
         "--cap-mb": "in Python: anabranch.plan(trace, network, 'by_bytes', cap_nbytes=10 << 20), then anabranch.save",
         "--lanes": "in Python: anabranch.plan(trace, network, 'asc', lanes=3), then anabranch.save",
+        "--planner horovod": HOROVOD,
     },
     "scale": {
         "--fixed-share": "record a trace at the other batch, and give it by --trace",
+        "--planners horovod": HOROVOD,
         "--plot": PAGE.format("scale"),
         "--spread": "describe the links at their best and at their worst: --network may be repeated",
         **dict.fromkeys(("--jitter", "--seed", "--straggler-factor", "--stragglers"), SLOWEST),
     },
+    "simulate": {"--planner horovod": HOROVOD},
 }
 
 

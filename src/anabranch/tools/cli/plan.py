@@ -7,13 +7,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Option
 
+from anabranch import planning
 from anabranch.planning.simulator import finish_s, lower_bound_s
 from anabranch.planning.simulator import simulate as predict
 from anabranch.tools.cli import arguments
 from anabranch.tools.cli.options import ForceOption, JsonOption, NetworkOption, TraceOption
 from anabranch.tools.cli.output import check_free, print_document, progress
-from anabranch.tools.predict.scaling import named_planners
 from anabranch.tools.predict.scaling.compression import Compression, as_sent, compressed_strategies, priced
+from anabranch.tools.predict.scaling.result import DDP_DEFAULT
 from anabranch.tools.predict.scaling.sweep import Planner
 from anabranch.values.files import save, write_text
 from anabranch.values.kinds.fidelity import by_fidelity, error_of_plan
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 
     from anabranch.tools.report.documents import ComparedPlanner, PlanDocument, SimulateDocument
 
+NO_MERGING = "per_tensor"
 COMPRESS = (AUTO, *COMPRESSED, kind_of(0.01))
 
 COMPRESSION = Option(
@@ -40,36 +42,40 @@ COMPRESSION = Option(
 def plan(
     trace: TraceOption,
     network: NetworkOption,
-    planner: Annotated[str, Option(help=f"One of {', '.join(named_planners.NAMED_PLANNERS)}.")] = "optimal",
+    planner: Annotated[str, Option(help=f"One of {', '.join(planning.PLANNERS)}.")] = "optimal",
     output: Annotated[Path | None, Option("-o", "--output", help="Write the plan to this file.")] = None,
     force: ForceOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Make a plan: which gradients travel together, on which lane, in which order, and what that should cost."""
     check_free([output], force)
-    chosen = named_planners.named_planner(planner)
     gradients, links = arguments.trace(trace), arguments.network(network)
-    made = chosen(gradients, links)
+    made = planning.plan(gradients, links, planner)
     timeline = predict(gradients, made, links)
     if output:
         save(made, output, force)
     from anabranch.tools.report.documents import PlanDocument
     from anabranch.tools.report.figures import ratio
+    from anabranch.tools.report.formatting import count, factor, seconds
 
     ddp_s, alone_s = (
-        gradients.forward_s + finish_s(gradients, named_planners.NAMED_PLANNERS[name](gradients, links), links)
-        for name in (named_planners.DDP_DEFAULT, named_planners.NO_MERGING)
+        gradients.forward_s + finish_s(gradients, planning.plan(gradients, links, name), links)
+        for name in (DDP_DEFAULT, NO_MERGING)
     )
     document = PlanDocument(
-        planner=chosen.planner,
-        options=dict(chosen.options),
+        planner=planner,
+        options={},
         **_step(gradients, made, timeline, links),
         lower_bound_s=lower_bound_s(gradients, links, made.lanes),
         speedup_over_ddp_default=ratio(ddp_s, timeline.iteration_s),
         speedup_over_per_tensor=ratio(alone_s, timeline.iteration_s),
         written=str(output) if output else None,
     )
-    print_document(document, as_json, lambda: _plan_report(planner, document))
+    title = f"Plan by {planner}: {count(len(made), 'bucket')} on {count(made.lanes, 'lane')}"
+    bound = f"{seconds(document.lower_bound_s)} for the finish of any plan on {count(made.lanes, 'lane')}"
+    ddp, alone = factor(document.speedup_over_ddp_default), factor(document.speedup_over_per_tensor)
+    more = [("lower bound", bound), ("speed-up", f"{ddp} over DDP's default, {alone} over no merging")]
+    print_document(document, as_json, lambda: _report(f"{title}, {count(links.world_size, 'rank')}", document, more))
 
 
 def simulate(
@@ -87,7 +93,7 @@ def simulate(
         raise ValueError(f"--plan {plan} and --planner {planner} are both given: expected one of them")
     check_free([output, chrome], force)
     gradients, links = arguments.trace(trace), arguments.network(network)
-    made = arguments.plan(plan) if plan else named_planners.named_planner(planner or "optimal")(gradients, links)
+    made = arguments.plan(plan) if plan else planning.plan(gradients, links, planner or "optimal")
     links = priced(links, (bucket.collective for bucket in made.buckets))
     timeline = predict(gradients, made, links)
     if output:
@@ -95,6 +101,7 @@ def simulate(
     if chrome:
         write_text(json.dumps(timeline.trace_events(), allow_nan=False) + "\n", chrome, force)
     from anabranch.tools.report.documents import SimulateDocument
+    from anabranch.tools.report.formatting import count
 
     document = SimulateDocument(
         plan=str(plan) if plan else None,
@@ -102,7 +109,8 @@ def simulate(
         **_step(gradients, made, timeline, links),
         written=tuple(str(path) for path in (output, chrome) if path),
     )
-    print_document(document, as_json, lambda: _step_report(document))
+    title = f"One step among {count(links.world_size, 'rank')}, predicted"
+    print_document(document, as_json, lambda: _report(title, document))
 
 
 def compare(
@@ -120,11 +128,9 @@ def compare(
     strategies = compressed_strategies(arguments.compressions(compress, COMPRESS), gradients, links)
     around = (links.shifted(-1), links.shifted(+1)) if has_spread(links) else ()
     networks = [strategies.priced(one) for one in (links, *around)]
-    named = named_planners.NAMED_PLANNERS
-    ddp_s = gradients.forward_s + finish_s(
-        gradients, named[named_planners.DDP_DEFAULT](gradients, networks[0]), networks[0]
-    )
-    planners: dict[str, Planner] = {**named, **strategies.planners}
+    ddp = planning.plan(gradients, networks[0], DDP_DEFAULT)
+    ddp_s = gradients.forward_s + finish_s(gradients, ddp, networks[0])
+    named, planners = planning.PLANNERS, {**planning.PLANNERS, **strategies.planners}
     rows: list[ComparedPlanner] = []
     with progress() as update:
         for name, planner in planners.items():
@@ -157,31 +163,17 @@ def _step(trace: Trace, made: Plan, timeline: Timeline, network: Network) -> dic
     }
 
 
-def _plan_report(planner: str, document: "PlanDocument") -> "Iterator[RenderableType]":
-    from anabranch.tools.report.formatting import count, factor, plain, seconds
+def _report(
+    title: str, document: "PlanDocument | SimulateDocument", more: Sequence[tuple[str, str]] = ()
+) -> "Iterator[RenderableType]":
+    """The buckets, and what is predicted of the step; ``more`` facts of a plan."""
+    from anabranch.tools.report.formatting import plain
     from anabranch.tools.report.tables import bucket_table, duration_pairs, facts, terminal
 
-    buckets, lanes = count(len(document.buckets), "bucket"), count(document.lanes, "lane")
-    ddp, alone = factor(document.speedup_over_ddp_default), factor(document.speedup_over_per_tensor)
-    pairs = [
-        *duration_pairs(document),
-        ("lower bound", f"{seconds(document.lower_bound_s)} for the finish of any plan on {lanes}"),
-        ("speed-up", f"{ddp} over DDP's default, {alone} over no merging"),
-        ("fingerprint", document.fingerprint),
-        *([("written to", plain(document.written))] if document.written else []),
-    ]
+    files = [document.written] if isinstance(document.written, str) else document.written or ()
+    written = [("written to", plain(path)) for path in files]
     yield terminal(bucket_table("Buckets in launch order", document.buckets))
-    yield facts(f"Plan by {planner}: {buckets} on {lanes}, {count(document.world_size, 'rank')}", pairs)
-
-
-def _step_report(document: "SimulateDocument") -> "Iterator[RenderableType]":
-    from anabranch.tools.report.formatting import count, plain
-    from anabranch.tools.report.tables import bucket_table, duration_pairs, facts, terminal
-
-    written = [("written to", plain(path)) for path in document.written]
-    pairs = [*duration_pairs(document), ("fingerprint", document.fingerprint), *written]
-    yield terminal(bucket_table("Buckets in launch order", document.buckets))
-    yield facts(f"One step among {count(document.world_size, 'rank')}, predicted", pairs)
+    yield facts(title, [*duration_pairs(document), *more, ("fingerprint", document.fingerprint), *written])
 
 
 def _row(name: str, planner: Planner, trace: Trace, networks: Sequence[Network], ddp_s: float) -> "ComparedPlanner":
@@ -194,11 +186,11 @@ def _row(name: str, planner: Planner, trace: Trace, networks: Sequence[Network],
     timeline = predict(trace, made, network)
     bound_s = lower_bound_s(trace, network, made.lanes)
     low_s, high_s = (trace.forward_s + finish_s(trace, made, at) for at in around) if around else (None, None)
-    named, sent = named_planners.NAMED_PLANNERS.get(name), as_sent(made)
+    sent = as_sent(made)
     return ComparedPlanner(
         name=name,
-        planner=named.planner if named else Compression.named(name).planner_name,
-        options=dict(named.options) if named else {},
+        planner=name if name in planning.PLANNERS else Compression.named(name).planner_name,
+        options={},
         fingerprint=made.fingerprint,
         buckets=len(made),
         lanes=made.lanes,

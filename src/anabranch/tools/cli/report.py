@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING, Annotated
 
 from typer import Argument, Option
 
+from anabranch import planning
 from anabranch.planning.simulator import simulate
 from anabranch.tools.cli.options import ForceOption
 from anabranch.tools.cli.output import check_free, check_other
-from anabranch.tools.predict.scaling import named_planners
 from anabranch.tools.predict.scaling.compression import priced
+from anabranch.tools.predict.scaling.result import DDP_DEFAULT
 from anabranch.values.errors import NetworkError
 from anabranch.values.files import write_text
 
@@ -63,7 +64,7 @@ def _predicted(runs: "Runs") -> "list[Predicted]":
     wanted = [(name, plan, trace) for name, plan in runs.plans for _, trace in runs.traces if plan_fits(plan, trace)]
     if not runs.plans and not runs.steps:
         trace = runs.traces[0][1]
-        plan = named_planners.NAMED_PLANNERS[named_planners.DDP_DEFAULT](trace, runs.networks[0][1])
+        plan = planning.plan(trace, runs.networks[0][1], DDP_DEFAULT)
         wanted = [("DDP's default buckets, as no plan was given,", plan, trace)]
     found: dict[str, Predicted] = {}
     for name, plan, trace in wanted:

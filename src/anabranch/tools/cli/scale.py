@@ -13,8 +13,8 @@ from anabranch.tools.cli.network_text import MAX_RANKS
 from anabranch.tools.cli.options import JsonOption, TraceOption
 from anabranch.tools.cli.output import print_document, progress
 from anabranch.tools.network_presets import NetworkRange
-from anabranch.tools.predict.scaling import named_planners, strategy_kinds
 from anabranch.tools.predict.scaling import scale as predict
+from anabranch.tools.predict.scaling import strategy_kinds
 from anabranch.tools.predict.scaling.compression import LEAN
 from anabranch.tools.predict.scaling.prediction import COMPRESS, NETWORKS, PLANNERS, WORLD_SIZES
 from anabranch.tools.predict.scaling.result import Basis
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 MAX_BATCH = 1 << 30
 OPTIMIZER: Optimizer = "momentum"  # whose state --within counts
 DEFAULT_SIZES, DEFAULT_PLANNERS = ",".join(map(str, WORLD_SIZES)), ",".join(PLANNERS)
-NOT_BY_DEFAULT = ", ".join(name for name in named_planners.NAMED_PLANNERS if name not in PLANNERS)
 
 NETWORK = Option(
     metavar="N",
@@ -37,11 +36,7 @@ NETWORK = Option(
 SIZES = Option(
     metavar="N,...", help=f"Numbers of ranks, rising. Default: {', '.join(map(str, WORLD_SIZES))}.", show_default=False
 )
-SOME_PLANNERS = Option(
-    metavar="P,...",
-    help=f"Some of {', '.join(named_planners.NAMED_PLANNERS)}. Default: all but {NOT_BY_DEFAULT}.",
-    show_default=False,
-)
+SOME_PLANNERS = Option(metavar="P,...", help=f"Some of {', '.join(PLANNERS)}. Default: all.", show_default=False)
 COMPRESSION = Option(
     metavar="KIND",
     help="Also plans with compressed buckets where they gain: auto (as faithful as the backward pass hides, down to "

@@ -12,7 +12,7 @@ from anabranch.tools.report.tables import Cell, Table, number, terminal
 CAPTION = (
     "* best. Speed-up: iteration against by_bytes. Above bound: how much later than the earliest finish conceivable on "
     "that many lanes. per_tensor: every gradient by itself (WFBP); single: one message after backward; by_bytes: torch "
-    "DDP's default (25 MiB, first bucket 1 MiB); horovod: 128 MiB; mgwfbp and asc: the rules of MG-WFBP and ASC-WFBP; "
+    "DDP's default (25 MiB, first bucket 1 MiB); mgwfbp and asc: the rules of MG-WFBP and ASC-WFBP; "
     "optimal: exact on one lane; lanes: searched on several."
 )
 MEANING = "the expected squared error of a step's averages, relative to them"

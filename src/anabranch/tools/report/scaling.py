@@ -4,8 +4,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from anabranch.tools.predict.scaling.conclusions import Gain, best_at_sizes, has_dense
-from anabranch.tools.predict.scaling.named_planners import DDP_DEFAULT
-from anabranch.tools.predict.scaling.result import Curves, NetworkUsed, ScalePoint, Scaling
+from anabranch.tools.predict.scaling.result import DDP_DEFAULT, Curves, NetworkUsed, ScalePoint, Scaling
 from anabranch.tools.report.chart import Chart, Series, axis, band, curve, hover_text, layout, log_ticks, plotly_text
 from anabranch.tools.report.comparison import MEANING
 from anabranch.tools.report.figures import samples

@@ -106,33 +106,17 @@ def largest_batch(
     nearest known batches says which to try next; both neighbours of the answer are tried in any case.
     """
     known = {0: 0}
-
-    def fits(batch: int) -> bool:
-        if batch not in known:
-            known[batch] = nbytes_at(batch)
-        return known[batch] <= limit_nbytes
-
-    low, high = 0, first
-    while high <= max_batch and fits(high):
-        further = 2 * high if low == 0 else max(high + 1, _crossing(known, low, high, limit_nbytes))
-        low, high = high, further
-    if high > max_batch:
-        if low == max_batch or fits(max_batch):
-            return max_batch
-        high = max_batch
+    low, high, guess = 0, max_batch + 1, first
     while high - low > 1:  # low fits, high does not
-        guess = _crossing(known, low, high, limit_nbytes) if low else (low + high) // 2
-        middle = min(high - 1, max(low + 1, guess))
-        if fits(middle):
-            low = middle
-            if middle + 1 < high and not fits(middle + 1):
-                high = middle + 1
-        else:
-            high = middle
+        batch = min(high - 1, max(low + 1, guess))
+        known[batch] = nbytes_at(batch)
+        low, high = (batch, high) if known[batch] <= limit_nbytes else (low, batch)
+        guess = _crossing(known, low, high, limit_nbytes) if low else high // 2
     return low
 
 
 def _crossing(known: Mapping[int, int], low: int, high: int, limit_nbytes: int) -> int:
-    """Return the batch at which the line through two known batches reaches the limit."""
-    slope = (known[high] - known[low]) / (high - low)
-    return low + int((limit_nbytes - known[low]) / slope) if slope > 0 else 2 * high
+    """Return the batch at which a line through two known batches reaches the limit; twice ``low`` if it never does."""
+    one, other = (low, high) if high in known else sorted(known)[-2:]
+    slope = (known[other] - known[one]) / (other - one)
+    return one + int((limit_nbytes - known[one]) / slope) if one and slope > 0 else 2 * low

@@ -3,8 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from anabranch.tools.predict.scaling.named_planners import DDP_DEFAULT
-from anabranch.tools.predict.scaling.result import Curves, NetworkUsed, ScalePoint, Scaling
+from anabranch.tools.predict.scaling.result import DDP_DEFAULT, Curves, NetworkUsed, ScalePoint, Scaling
 from anabranch.values.kinds.names import COMPRESSED
 
 WORTH_IT = 1.02  # a smaller gain is within the noise of a measured step

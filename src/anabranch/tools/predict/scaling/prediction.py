@@ -5,6 +5,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 
+from anabranch import planning
 from anabranch.fsdp.planning.sharding_modes import sharding_mode
 from anabranch.tools.network_presets import NetworkRange
 from anabranch.tools.predict.scaling import sharding
@@ -15,7 +16,6 @@ from anabranch.tools.predict.scaling.compression import (
     compressed_strategies,
 )
 from anabranch.tools.predict.scaling.conclusions import answer
-from anabranch.tools.predict.scaling.named_planners import named_planner
 from anabranch.tools.predict.scaling.result import Basis, Kind, NetworkUsed, ScalePoint, Scaling, Strategy
 from anabranch.tools.predict.scaling.sweep import recorded_batch, sweep
 from anabranch.values.kinds.fidelity import error_of_plan
@@ -24,7 +24,7 @@ from anabranch.values.network import Network
 from anabranch.values.trace import Trace
 
 WORLD_SIZES = (4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)
-PLANNERS = ("per_tensor", "single", "by_bytes", "mgwfbp", "optimal", "asc", "lanes")
+PLANNERS = tuple(planning.PLANNERS)
 NETWORKS = ("10gbe", "nvlink+100gbe")
 COMPRESS = ("int8", "oktopk:0.01")
 PRESET_RANKS = 2  # at which a preset is built before it is carried to the world sizes asked for
@@ -55,7 +55,7 @@ def scale(
 
     networks        preset names such as "10gbe", Networks, or NetworkRanges, which add a name, a source and a band
     world_sizes     numbers of ranks, rising
-    planners        names of ``scaling.named_planners``: strategies that send every value
+    planners        names of ``planning.PLANNERS``: strategies that send every value
     compress        further strategies with compressed buckets where they gain: names that ``Compression.named`` knows,
                     such as "int8", "oktopk:0.01", "auto", "lean:int8" or "int8@nodes"
     sharded         further strategies that shard the model by FSDP2: a name of ``SHARDING_MODES``; "hsdp" and its like
@@ -113,7 +113,7 @@ def _steps(
     scaling: Basis,
 ) -> Iterator[ScalePoint]:
     """The points of one network, each as soon as it is known."""
-    dense = {name: named_planner(name) for name, kind in kinds.items() if kind == "dense"}
+    dense = {name: partial(planning.plan, planner=name) for name, kind in kinds.items() if kind == "dense"}
     recorded = recorded_batch(trace)
     return sweep(
         trace,

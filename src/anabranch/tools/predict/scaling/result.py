@@ -11,6 +11,7 @@ from anabranch.values.kinds.names import COMPRESSED
 
 Basis = Literal["weak", "strong"]
 Kind = Literal["dense", "quantised", "sparse", "lean", "sharded"]
+DDP_DEFAULT = "by_bytes"  # the planner whose defaults are those of torch's DistributedDataParallel
 
 
 @dataclass(frozen=True, slots=True)
