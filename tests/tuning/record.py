@@ -1,6 +1,6 @@
 """Record trainings for ``test_recorded.py``: ``python -m tuning.record FOLDER [cpu|cuda [NAME ...]]``, a file for each.
 
-Two ranks train, on Gloo or on two GPUs with NCCL; the latter was not tried yet. Replay recordings before they are kept:
+Two ranks train, on Gloo or on a GPU with NCCL. Replay recordings before they are kept:
 ``choices`` are those of the live training, and rounding may have moved one.
 """
 

@@ -56,7 +56,7 @@ def test_save_and_load(noun: Noun, tmp_path: Path) -> None:
     back = load(tmp_path / "noun.json")
     if not isinstance(back, Plan):
         with pytest.raises(TypeError):
-            back.meta["x"] = 1  # type: ignore[index]
+            back.meta["x"] = 1  # type: ignore[index, union-attr]
 
 
 def test_the_head_of_a_file() -> None:
