@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from anabranch.exchange import groups
 from anabranch.exchange.groups import clone_group, destroy_clone, inherit_timeout, no_clone_reason, timeout_of
+from anabranch.values.errors import CollectiveError
 from ranks import GROUP_TIMEOUT, on_ranks
 
 
@@ -109,7 +110,7 @@ def missing_member(rank: int) -> str:
     if rank == 1:
         dist.barrier()
         return ""
-    with pytest.raises(RuntimeError) as caught:
+    with pytest.raises(CollectiveError) as caught:
         clone_group(group, "gloo", "clone")
     dist.barrier()
     return str(caught.value)
