@@ -413,3 +413,7 @@ def test_links_inside_a_host_can_be_copies_in_its_memory(found: Found) -> None:
 def test_units_are_found(found: Found, name: str) -> None:
     for result in ranks(found, name):
         assert result["blocks"] == ["0", *NAMES] and result["losses"][-1] < result["losses"][0]
+
+
+if __name__ == "__main__":
+    Program(Path(sys.argv[1])).run()
