@@ -22,6 +22,7 @@ class ModelSummary:
         self._note_once = weakref.finalize(model, self._note, model._tuner)
 
     def _note(self, tuner: Tuner | None) -> None:
+        """Keep the findings in a few lines, when the summary is printed or the model is deleted."""
         if tuner is not None:
             self._lines = in_short(tuner.findings())
 

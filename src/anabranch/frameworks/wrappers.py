@@ -11,7 +11,7 @@ Wrapper = DataParallel | LeanDataParallel
 
 
 def with_clipping(lean: Lean, name: Literal["clip_norm", "clip_value"], limit: float, setting: str) -> Lean:
-    """The same with the limit to which the framework clips; raises ValueError if Lean names another.
+    """``lean`` with the framework's clipping limit; raises ValueError if Lean names another.
 
     ``setting`` is what the framework calls it. The framework's own call to clip, after backward, then finds it done.
     """
