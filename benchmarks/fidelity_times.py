@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import anabranch as ab
 from anabranch.tools.lab.environment import LAB_BIT_S
-from anabranch.tuning.policy import TuningPolicy
+from anabranch.tuning.options import TuningPolicy
 
 MOST_STEPS = 400  # of a search
 TIMED_STEPS = 30

@@ -44,10 +44,9 @@ if _TYPE_CHECKING:
     from anabranch.fsdp.watch import Watch, watch
     from anabranch.lean.options import Activations, Lean
     from anabranch.lean.parallel import LeanDataParallel
-    from anabranch.observe.loggers import JsonLines, Progress, TensorBoard, WandB
-    from anabranch.observe.metrics import Logger, Metrics
+    from anabranch.observe.metrics import JsonLines, Logger, Metrics, Progress, TensorBoard, WandB
     from anabranch.parallel import DataParallel
-    from anabranch.tuning.policy import TuningPolicy
+    from anabranch.tuning.options import TuningPolicy
     from anabranch.values.kinds.options import Auto, OkTopk, Quantised
 
 __all__ = [
@@ -125,10 +124,9 @@ _WITH_TORCH = {
         "fsdp.watch": ("Watch", "watch"),
         "lean.options": ("Activations", "Lean"),
         "lean.parallel": ("LeanDataParallel",),
-        "observe.loggers": ("JsonLines", "Progress", "TensorBoard", "WandB"),
-        "observe.metrics": ("Logger", "Metrics"),
+        "observe.metrics": ("JsonLines", "Logger", "Metrics", "Progress", "TensorBoard", "WandB"),
         "parallel": ("DataParallel",),
-        "tuning.policy": ("TuningPolicy",),
+        "tuning.options": ("TuningPolicy",),
         "values.kinds.options": ("Auto", "OkTopk", "Quantised"),
     }.items()
     for name in names

@@ -33,10 +33,8 @@ from anabranch.exchange.compression import (
 from anabranch.exchange.groups import USE_A_TORCH_GROUP, is_in_python, no_clone_reason
 from anabranch.exchange.model_parameters import model_parts
 from anabranch.exchange.residuals.momentum import check_shareable, share_momentum
-from anabranch.tuning.options import Planner, TuningOptions
-from anabranch.tuning.policy import DEFAULT_POLICY, TuningPolicy, check_policy
+from anabranch.tuning.options import DEFAULT_POLICY, Planner, TuningOptions, TuningPolicy
 from anabranch.tuning.tuned_model import CLOSED, Tuned
-from anabranch.tuning.tuner import Agree
 from anabranch.values.network import Network
 from anabranch.values.plan import Plan
 
@@ -97,16 +95,16 @@ class DataParallel(Tuned, ExtensibleDDP):
     ) -> None:
         check_unwrapped(module, Tuned)
         compress = settings_of(compress)
-        check_policy(policy)
-        tuning = TuningOptions(planner, plan, network, lanes, profile_steps, cache=cache)
+        tuning = TuningOptions(planner, plan, network, lanes, profile_steps, cache=cache, policy=policy)
         given = _arguments_of_ddp(self, module, *args, **options)
         group = _group_of(given)
         reason = no_clone_reason(group) if group is not None else "there is no process group"  # DDP's own error
         reason = dtensor_reason(module, given["device_mesh"]) or python_reducer_reason() or reason
         needs_plan = tuning.plan is not None or keeps_residuals(compress)
         if group is not None and reason and needs_plan:
+            instead = USE_A_TORCH_GROUP if no_clone_reason(group) else "Leave that argument out: DDP's own buckets run"
             what = "a plan" if tuning.plan is not None else f"compress={name_of(compress)}"
-            raise ValueError(f"DataParallel with {what} cannot run here: {reason}. {_instead(group)}")
+            raise ValueError(f"DataParallel with {what} cannot run here: {reason}. {instead}")
         settings = [described(compress), f"{policy}"]
         agree = partial(_agreed, _parts_of(module, given), group, tuple(settings), needs_plan)
         if not reason and given["init_sync"]:  # without it, ranks may construct at their own time
@@ -124,8 +122,10 @@ class DataParallel(Tuned, ExtensibleDDP):
             # They need not be the same on all ranks (output_device), so they are not among the agreed settings.
             of_ddp = [f"DDP {name} {value}" for name, value in given.items() if isinstance(value, bool | int | float)]
             agree_later = None if given["init_sync"] else agree
+            collectives, parameters = self._make_collectives(compress), reduced_parameters(self)
+            self._graph_cutter = CompiledGraphs(parameters)
             key = [*settings, *of_ddp]
-            self._plan_buckets(tuning, policy, self._make_collectives(compress), key, agree_later)
+            self._start_tuning(tuning, collectives, parameters, lambda: DdpLayout(self), key, agree_later)
             return
         if alone:
             self._collectives = self._make_collectives(compress)
@@ -148,24 +148,6 @@ class DataParallel(Tuned, ExtensibleDDP):
         if used := _unplannable(given):
             return f"DDP's option {used[0]} changes how it communicates"
         return ""
-
-    def _plan_buckets(
-        self,
-        tuning: TuningOptions,
-        policy: TuningPolicy,
-        collectives: Collectives,
-        settings: Sequence[str],
-        agree_later: Agree | None,
-    ) -> None:
-        def make_layout() -> DdpLayout:
-            self._layout = DdpLayout(self)
-            return self._layout
-
-        parameters = reduced_parameters(self)
-        graphs = self._graph_cutter = CompiledGraphs(parameters)
-        self._start_tuning(
-            tuning, policy, collectives, parameters, make_layout, self.module, settings, agree_later, graphs
-        )
 
     def _make_collectives(self, compress: Settings) -> Collectives:
         if keeps_residuals(compress) and self.find_unused_parameters and not self._no_plan_reason:
@@ -239,7 +221,7 @@ class DataParallel(Tuned, ExtensibleDDP):
                 log.warning("anabranch: %s", converted)
                 self._stop_planning(converted)
                 return
-            self._tuner.after_forward(output)
+            self._tuner.runner.timer.forward_ended(output)
 
     def _before_comm_hook(self, name: str) -> None:
         if self._tuner is not None and self._layout is not None:
@@ -253,7 +235,7 @@ class DataParallel(Tuned, ExtensibleDDP):
     def _stop_planning(self, reason: str) -> None:
         """Be a DDP with the buckets in force from now on."""
         assert self._tuner is not None
-        self._tuner.stop(reason)
+        self._tuner.search.stage = f"no longer planning: {reason}"
         self._release()
         self._tuner = None
         self._collectives = None
@@ -303,11 +285,6 @@ def _velocities(model: DataParallel | None) -> list[nn.Parameter]:
 def _is_alone(group: dist.ProcessGroup) -> bool:
     """Whether there is one rank, for good: ranks may join a group in Python later (torchft)."""
     return group.size() == 1 and not is_in_python(group)
-
-
-def _instead(group: dist.ProcessGroup) -> str:
-    """What to do where neither a plan nor residuals can be used."""
-    return USE_A_TORCH_GROUP if no_clone_reason(group) else "Leave that argument out: DDP's own buckets run"
 
 
 def _unplannable(given: Mapping[str, Any]) -> list[str]:

@@ -12,7 +12,7 @@ import pytest
 from rich.console import Console
 
 from anabranch import JsonLines, Metrics, MissingExtraError, Progress, TensorBoard, WandB
-from anabranch.observe import loggers
+from anabranch.observe import metrics as loggers
 
 STEP = Metrics(7, 0, 0.05, 0.04, 0.03, 0.02, 0.5, 3 << 20, 3 << 20, 0.25, "0123456789ab", 2, 1, "running [red]x\x1b[2J")
 

@@ -1,6 +1,5 @@
 """ANABRANCH=off: a switch without code, of which rank 0's counts."""
 
-import logging
 import os
 from typing import Any
 
@@ -70,17 +69,3 @@ def misspelt(rank: int) -> str:
 def test_a_misspelt_switch_is_an_error_on_all_ranks() -> None:
     for said in on_ranks(misspelt, 2):
         assert said == "the environment variable ANABRANCH is 'of' on rank 0: expected off, or on"
-
-
-def retired(rank: int) -> list[str]:
-    os.environ["ANABRANCH_TRACE"] = "steps.json"
-    said: list[str] = []
-    logging.getLogger("anabranch").addHandler(handler := logging.Handler())
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    DataParallel(mlp())
-    return said
-
-
-def test_a_retired_switch_says_what_to_use() -> None:
-    (said,) = on_ranks(retired, 1)
-    assert "anabranch: ANABRANCH_TRACE is retired: anabranch.save(model.timeline, path) writes the same file" in said

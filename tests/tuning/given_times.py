@@ -8,7 +8,7 @@ from anabranch.observe.clock import Clock
 from anabranch.observe.step_timer import StepMarks
 from anabranch.tuning import search
 from anabranch.tuning.decisions import Comparison, Pairs, judge
-from anabranch.tuning.policy import TuningPolicy
+from anabranch.tuning.options import TuningPolicy
 from anabranch.tuning.trial import StepTimes, Trial
 from anabranch.tuning.tuner import Tuner
 

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import nn
 
 from anabranch import DataParallel, Plan, TuningPolicy
+from anabranch.ddp.compiled.graphs import CompiledGraphs
 from anabranch.exchange.collectives import Collectives
 from anabranch.observe.clock import HostClock
 from anabranch.observe.measure import measure
@@ -75,8 +76,7 @@ class Recording(StepObserver):
         enter(mock.patch.object(tuner, "perf_counter", read))
         enter(mock.patch.object(dist, "all_reduce", all_reduce))
         enter(mock.patch.object(calibration, "measure", self._apart(measure, document_of, "measured")))
-        for name in ("read", "read_newest"):
-            enter(mock.patch.object(TrainingCache, name, self._apart(getattr(TrainingCache, name), _text, "cached")))
+        enter(mock.patch.object(TrainingCache, "read", self._apart(TrainingCache.read, _text, "cached")))
         return self
 
     def _apart(self, function: Callable[..., Any], text: Callable[[Any], Any], name: str) -> Callable[..., Any]:
@@ -171,14 +171,12 @@ def replay(training: Training) -> list[list[Any]]:
     if fields["planner"] in ("in_pairs", "scattered"):
         fields["planner"] = lambda *_: None  # a function; what it planned is written down
     fields |= {"excluded": {kind: frozenset(names) for kind, names in fields["excluded"].items()}}
-    options = TuningOptions(**{**fields, "kinds": tuple(fields["kinds"])})
     policy = TuningPolicy(**given["policy"])
+    options = TuningOptions(**{**fields, "kinds": tuple(fields["kinds"]), "policy": policy})
     with world.patched():
         cache = cast(TrainingCache, world) if given["has_cache"] else None
-        graphs = cast(Any, world.graphs) if given["is_compiled"] else None
-        tuner = Tuner(
-            world.layout, group, cast(Collectives, world.collectives), options, policy, "Net", cache, graphs=graphs
-        )
+        graphs = cast(Any, world.graphs) if given["is_compiled"] else CompiledGraphs({})
+        tuner = Tuner(world.layout, group, cast(Collectives, world.collectives), options, "Net", graphs, cache)
         try:
             for number, step in enumerate(training["steps"]):
                 _live_through(tuner, world, number, step)
@@ -191,7 +189,7 @@ def replay(training: Training) -> list[list[Any]]:
 def _live_through(tuner: Tuner, world: "_World", number: int, step: Step) -> None:
     timer = tuner.runner.timer
     if (called := world.training["calls"].get(str(number))) == "hold":
-        tuner.hold()
+        tuner.search.held = True
     elif called == "replan":
         tuner.replan_requested = True
     world.graphs.can_change = "can_cut" in step
@@ -308,10 +306,8 @@ class _World:
 
     # The cache of a training.
 
-    def read(self, *_: object) -> CachedChoice | None:
+    def read(self, *_: object, **__: object) -> CachedChoice | None:
         return _choice_of(next(self._left["cached"]))
-
-    read_newest = read
 
     def write(self, *_: object) -> None: ...
 

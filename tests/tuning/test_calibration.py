@@ -23,8 +23,15 @@ from anabranch.tuning.calibration import (
     with_calibrated_waiting,
     with_costs_bounded_by_end,
 )
-from anabranch.tuning.predictions import OF_RECORDED, as_recorded, computed_faster, predicted_s, share_of_recorded
-from anabranch.tuning.trial import StepTimes, Trial
+from anabranch.tuning.trial import (
+    OF_RECORDED,
+    StepTimes,
+    Trial,
+    as_recorded,
+    computed_faster,
+    predicted_s,
+    share_of_recorded,
+)
 from ranks import on_ranks
 
 KIB = 1 << 10

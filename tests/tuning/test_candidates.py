@@ -13,7 +13,7 @@ from anabranch import planning as planners
 from anabranch.planning.simulator import lower_bound_s
 from anabranch.tuning.candidates import MIXED, BackgroundPlanner, Candidates, candidates
 from anabranch.tuning.options import TuningOptions
-from anabranch.tuning.predictions import predicted_s
+from anabranch.tuning.trial import predicted_s
 from ranks import on_ranks
 
 TRACE = Trace(tuple(TensorSpec(f"t{i}", 1 << 16, 4, 1e-3 * (i + 1), "float32") for i in range(12)), 5e-3)

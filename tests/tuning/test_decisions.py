@@ -11,7 +11,6 @@ import pytest
 from anabranch import Bucket, Curve, Network, Plan, TensorSpec, Trace
 from anabranch.tuning.decisions import (
     NOISE_FLOOR,
-    Action,
     Block,
     Tried,
     Verb,
@@ -24,7 +23,7 @@ from anabranch.tuning.decisions import (
     step_noise,
     terms,
 )
-from anabranch.tuning.policy import DEFAULT_POLICY
+from anabranch.tuning.options import DEFAULT_POLICY
 from anabranch.tuning.trial import PRICE_OF_FIDELITY, StepTimes, Trial
 
 QUIET = [(1.00, 1.01, 0.99), (1.01, 1.00, 1.00), (0.99, 1.00, 1.01), (1.00, 0.99, 1.01), (1.01, 1.00, 0.99)]
@@ -208,44 +207,44 @@ def tried(*candidates: Plan | None, **changes: Any) -> Tried:
 def test_a_search_plans_on_one_lane_calibrates_plans_on_several_and_once_more() -> None:
     verbs, state = [Verb.START], tried(done=Verb.START, changed=True)
     while verbs[-1] != Verb.STOP:
-        verbs.append(next_action(replace(state, done=verbs[-1]), DEFAULT_POLICY).verb)
+        verbs.append(Verb(next_action(replace(state, done=verbs[-1]), DEFAULT_POLICY)))
     assert verbs == sorted(set(Verb) - {Verb.TRY})
-    assert next_action(tried(done=Verb.CALIBRATE_CONTENTION), DEFAULT_POLICY).verb == Verb.STOP, "nothing has changed"
+    assert next_action(tried(done=Verb.CALIBRATE_CONTENTION), DEFAULT_POLICY) == Verb.STOP, "nothing has changed"
 
 
 def test_a_search_that_is_over_or_has_failed_calibrates_and_plans_no_more() -> None:
     for state in (tried(TWO, is_over=True, changed=True), tried(failed=True, changed=True)):
         verbs = [Verb.START]
         while verbs[-1] != Verb.STOP:
-            verbs.append(next_action(replace(state, done=verbs[-1]), DEFAULT_POLICY).verb)
+            verbs.append(Verb(next_action(replace(state, done=verbs[-1]), DEFAULT_POLICY)))
         assert verbs == [Verb.START, Verb.CALIBRATE_COSTS, Verb.CALIBRATE_CONTENTION, Verb.STOP]
 
 
 def test_the_first_candidate_that_is_worth_it_is_tried() -> None:
-    assert next_action(tried(TWO, INT8), DEFAULT_POLICY) == Action(Verb.TRY, 0)
+    assert next_action(tried(TWO, INT8), DEFAULT_POLICY) == Verb.TRY
     best = trial(0.019, TWO)  # about as fast as it is predicted to be
     seen = tried(TWO, ONE, INT8, best=best, trials=[OWN, best])
-    assert next_action(seen, DEFAULT_POLICY) == Action(Verb.TRY, 2), "one was tried, one is predicted to be slower"
-    assert next_action(replace(seen, candidates=seen.candidates[:2]), DEFAULT_POLICY).verb == Verb.CALIBRATE_CONTENTION
+    assert next_action(seen, DEFAULT_POLICY) == Verb.TRY + 2, "one was tried, one is predicted to be slower"
+    assert next_action(replace(seen, candidates=seen.candidates[:2]), DEFAULT_POLICY) == Verb.CALIBRATE_CONTENTION
 
 
 def test_without_budget_only_an_obvious_gain_is_tried() -> None:
     quick = trial(0.0215, None)  # of which a plan is predicted to save a little
     for left_s, verb in ((1.0, Verb.TRY), (-1.0, Verb.CALIBRATE_CONTENTION)):
-        assert next_action(tried(TWO, best=quick, trials=[quick], left_s=left_s), DEFAULT_POLICY).verb == verb
-    assert next_action(tried(TWO, left_s=-1.0), DEFAULT_POLICY).verb == Verb.TRY
+        assert next_action(tried(TWO, best=quick, trials=[quick], left_s=left_s), DEFAULT_POLICY) == verb
+    assert next_action(tried(TWO, left_s=-1.0), DEFAULT_POLICY) == Verb.TRY
 
 
 def test_the_layouts_own_buckets_are_tried_even_where_they_are_predicted_to_be_close() -> None:
     best = trial(0.01, INT8)
     again = tried(None, best=best, trials=[best], done=Verb.START)
     assert terms(again, None, DEFAULT_POLICY).simulated < 0
-    assert next_action(again, replace(DEFAULT_POLICY, max_drift=0.5)) == Action(Verb.TRY, 0)
+    assert next_action(again, replace(DEFAULT_POLICY, max_drift=0.5)) == Verb.TRY
 
 
 def test_a_layout_that_cannot_be_predicted_is_tried() -> None:
     unknown = Plan((Bucket(NAMES, collective="bf16"),))
-    assert next_action(tried(unknown), DEFAULT_POLICY) == Action(Verb.TRY, 0)
+    assert next_action(tried(unknown), DEFAULT_POLICY) == Verb.TRY
     assert terms(tried(unknown), unknown, DEFAULT_POLICY).simulated == inf
 
 
@@ -257,7 +256,7 @@ def test_a_plan_that_is_more_faithful_may_be_a_little_slower() -> None:
     found = terms(state, TWO, DEFAULT_POLICY)
     assert found.more_faithful and found.simulated == pytest.approx(0.0, abs=1e-9)
     assert found.min_gain == pytest.approx(-PRICE_OF_FIDELITY)
-    assert next_action(state, DEFAULT_POLICY) == Action(Verb.TRY, 0)
+    assert next_action(state, DEFAULT_POLICY) == Verb.TRY
     assert not terms(replace(state, best=trial(0.02, TWO)), INT8, DEFAULT_POLICY).more_faithful
 
 
@@ -276,6 +275,6 @@ def test_no_plan_gains_more_than_what_the_layouts_own_buckets_leave_exposed() ->
 
 
 def test_every_action_has_a_number_that_one_byte_can_send() -> None:
-    actions = [Action(verb) for verb in Verb] + [Action(Verb.TRY, number) for number in range(30)]
-    assert len({action.number for action in actions}) == len(Verb) + 29
-    assert all(Action.of(action.number) == action and action.number < 256 for action in actions)
+    actions = [*Verb, *(Verb.TRY + number for number in range(1, 30))]
+    assert len(set(actions)) == len(Verb) + 29
+    assert all(0 <= action < 256 for action in actions)

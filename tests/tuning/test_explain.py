@@ -4,8 +4,7 @@ from dataclasses import replace
 
 import anabranch as ab
 from anabranch.tuning.explain import Findings, explanation, in_short
-from anabranch.tuning.predictions import computed_faster
-from anabranch.tuning.trial import StepTimes, Trial
+from anabranch.tuning.trial import StepTimes, Trial, computed_faster
 
 TENSORS = (ab.TensorSpec("bias", 1000, 4, 0.1), ab.TensorSpec("weight", 1_000_000, 4, 0.2))
 TRACE = ab.Trace(TENSORS, 0.1)

@@ -9,7 +9,7 @@ import pytest
 from anabranch import Bucket, Network, Plan, TensorSpec, Trace
 from anabranch import planning as planners
 from anabranch.tuning.graph_cuts import MOST_PARTS, Parts, needed_parts, parts_of, step_in_parts_s
-from anabranch.tuning.predictions import predicted_s
+from anabranch.tuning.trial import predicted_s
 
 LAYERS = 8
 CUT_SHARE = 0.001  # of a step, that a cut costs

@@ -8,7 +8,8 @@ import pytest
 from torch import nn
 
 import anabranch as ab
-from anabranch.tuning.policy import DEFAULT_POLICY, MIN_FIRST_SEARCH_S, SearchBudget
+from anabranch.tuning.options import DEFAULT_POLICY
+from anabranch.tuning.search import MIN_FIRST_SEARCH_S, SearchBudget
 from ranks import on_ranks
 
 

@@ -12,7 +12,7 @@ from torch import nn
 from anabranch import Curve, DataParallel, Network, simulate
 from anabranch.ddp.reducer import reduced_parameters
 from anabranch.tuning.decisions import Comparison, Pairs
-from anabranch.tuning.policy import TuningPolicy
+from anabranch.tuning.options import TuningPolicy
 from ddp.inspection import layout_in_force
 from parallel.twins import (
     SCENARIOS,

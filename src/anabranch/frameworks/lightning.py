@@ -27,8 +27,7 @@ from anabranch.frameworks.checkpoint import packed, unpacked
 from anabranch.frameworks.wrappers import Wrapper, with_clipping
 from anabranch.lean.options import Lean, check_lean
 from anabranch.lean.parallel import LeanDataParallel
-from anabranch.observe.loggers import CURVES
-from anabranch.observe.metrics import Metrics
+from anabranch.observe.metrics import CURVES, Metrics
 from anabranch.parallel import DataParallel
 from anabranch.values.extras import require, require_version
 

@@ -43,8 +43,7 @@ from anabranch.lean.torch_patches import watch
 from anabranch.lean.trained_model import trained_parameters
 from anabranch.planning.fixed import DDP_CAP_NBYTES
 from anabranch.planning.memory import BLAS_WORKSPACE_NBYTES, Setting, allocated_nbytes
-from anabranch.tuning.options import Planner, TuningOptions
-from anabranch.tuning.policy import DEFAULT_POLICY, TuningPolicy, check_policy
+from anabranch.tuning.options import DEFAULT_POLICY, Planner, TuningOptions, TuningPolicy
 from anabranch.tuning.tuned_model import Tuned
 from anabranch.tuning.tuner import Tuner
 from anabranch.values.kinds.formats import STORED
@@ -98,8 +97,7 @@ class LeanDataParallel(Tuned, nn.Module):
         dtensor_reason(module)
         compress = settings_of(compress)
         _check_arguments(unnamed, others, compress, memory)
-        check_policy(policy)
-        tuning = TuningOptions(planner, plan, network, lanes, profile_steps, cache=cache)
+        tuning = TuningOptions(planner, plan, network, lanes, profile_steps, cache=cache, policy=policy)
         group = process_group or default_group()
         if reason := no_clone_reason(group):
             raise ValueError(f"DataParallel with memory=Lean(...) cannot run here: {reason}. {USE_A_TORCH_GROUP}")
@@ -125,8 +123,8 @@ class LeanDataParallel(Tuned, nn.Module):
         self._undo_activations = weakref.finalize(self, self._activations.undo)
         self._undo_activations.atexit = False  # the module is not used after the interpreter has ended
         try:
-            self._start_engine(tuning, policy, compress, parameters, settings)
-            check_same("Lean's optimizer", self._layout.optimizers.described(), self._running_tuner().control)
+            self._start_engine(tuning, compress, parameters, settings)
+            check_same("Lean's optimizer", self._layout.optimizers.described(), self._running_tuner().runner.control)
         except BaseException:
             self.close()
             self._undo_activations()
@@ -135,7 +133,6 @@ class LeanDataParallel(Tuned, nn.Module):
     def _start_engine(
         self,
         tuning: TuningOptions,
-        policy: TuningPolicy,
         compress: Settings,
         parameters: dict[str, nn.Parameter],
         settings: list[str],
@@ -151,13 +148,12 @@ class LeanDataParallel(Tuned, nn.Module):
 
         def make_layout() -> Engine:
             with all_or_none("making Lean's optimizer", self.process_group):
+                # Set here: close() must find it if making another rank's optimizer fails.
                 self._layout = Engine(self.module, memory, collectives, updates, plan, current_pass, find_unused)
             return self._layout
 
-        graphs = self._graph_cutter = CompiledGraphs(parameters)
-        tuner = self._start_tuning(
-            tuning, policy, collectives, parameters, make_layout, self.module, settings, graphs=graphs
-        )
+        self._graph_cutter = CompiledGraphs(parameters)
+        tuner = self._start_tuning(tuning, collectives, parameters, make_layout, settings)
         tuner.runner.timer.observers.append(self._layout)
         watch(self)
 
@@ -282,7 +278,7 @@ class LeanDataParallel(Tuned, nn.Module):
 
     @_disable_dynamo
     def _after_forward(self, output: Any, averaged: bool) -> None:
-        self._running_tuner().after_forward(output, averaged)
+        self._running_tuner().runner.timer.forward_ended(output, averaged)
 
     def _held(self) -> Held:
         """What this rank holds besides activations, now that the optimizer has its state."""

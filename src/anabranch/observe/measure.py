@@ -7,6 +7,7 @@ so that the whole stays within a budget. Every rank returns the network that ran
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from operator import itemgetter
+from statistics import median
 from time import perf_counter
 
 import numpy as np
@@ -69,14 +70,12 @@ def measure(
     links. They start every message together, as they will in training, so that each gets its share of the links. The
     two kinds of groups must form a grid, as those of a mesh do.
     """
-    if largest_nbytes < 2 * SMALLEST_NBYTES:
-        largest_nbytes = 2 * SMALLEST_NBYTES
     if not budget_s > 0:
         raise ValueError(f"budget_s is {budget_s}: expected more than zero seconds")
     stopwatch = Stopwatch(lanes[0], clock_for(device), contending)
     budget_s = stopwatch.as_rank_0(budget_s)
     world_size = dist.get_world_size(lanes[0])
-    sizes = message_sizes(largest_nbytes, growth)
+    sizes = message_sizes(max(largest_nbytes, 2 * SMALLEST_NBYTES), growth)
     began_s = perf_counter()
     _warm_up(collectives, lanes, device, sizes if device.type == "cuda" else ())
     warm_up_s = perf_counter() - began_s
@@ -175,7 +174,7 @@ def slowdowns(
         for work in [next(dense(buffer, lane, dist.get_world_size(lane))) for buffer, lane in pairs]:
             work.wait()
 
-    seconds = {k: _median(stopwatch.repeat(partial(together, k), budget_s)) for k in (1, *lane_counts(len(lanes)))}
+    seconds = {k: median(stopwatch.repeat(partial(together, k), budget_s)) for k in (1, *lane_counts(len(lanes)))}
     alone_s = max(seconds[1] - start_s, 1e-9)
     known = {k: max(1.0, (s - start_s) / alone_s) for k, s in seconds.items()}
     known[1] = 1.0
@@ -264,13 +263,9 @@ def _point(
     buffer = torch.ones(nbytes // FLOAT_NBYTES, dtype=torch.float32, device=device)
     divisor = dist.get_world_size(group)  # so that ones stay ones, however often they are averaged
     seconds = stopwatch.repeat(lambda: drive(collective(buffer, group, divisor)), budget_s)
-    return nbytes, _median(seconds), float(np.subtract(*np.percentile(seconds, [75, 25])))
+    return nbytes, median(seconds), float(np.subtract(*np.percentile(seconds, [75, 25])))
 
 
 def _own_share(buffer: torch.Tensor, group: Group) -> torch.Tensor:
     numel = buffer.numel() // dist.get_world_size(group)
     return buffer.narrow(0, dist.get_rank(group) * numel, numel)
-
-
-def _median(seconds: Sequence[float]) -> float:
-    return float(np.median(np.array(seconds)))

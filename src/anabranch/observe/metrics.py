@@ -1,12 +1,21 @@
-"""Metrics of each step: measured and predicted time, exposed time, bytes. Loggers get them when marks have settled."""
+"""Metrics of each step: measured and predicted time, exposed time, bytes. Loggers get them when marks have settled.
 
+There are loggers for lines of JSON, TensorBoard, Weights & Biases and the terminal. A logger opens its file only when
+it logs the first step: every rank creates loggers, but usually only rank 0 logs.
+"""
+
+import json
 import logging
+import os
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
-from math import isfinite
-from typing import NamedTuple, Protocol
+from dataclasses import asdict, dataclass
+from importlib import import_module
+from math import inf, isfinite
+from pathlib import Path
+from time import monotonic
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TextIO
 
 import torch
 from torch import nn
@@ -16,9 +25,20 @@ from anabranch.exchange.contracts import Traffic
 from anabranch.exchange.dense import dense_traffic
 from anabranch.observe.clock import HostClock
 from anabranch.observe.step_timer import CurrentStep, StepContext, StepMarks, StepObserver, StepTimer, timeline_of
+from anabranch.values.extras import require
 from anabranch.values.plan import Bucket, Plan
 
+if TYPE_CHECKING:
+    from rich.console import Console
+
 log = logging.getLogger("anabranch")
+
+MIB = 1 << 20
+PERIOD_S = 5.0  # between two lines of Progress
+CURVES = (
+    "measured_s", "predicted_s", "compute_s", "exposed_s", "overlap", "sent_nbytes", "received_nbytes", "density",
+    "grad_norm",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,11 +82,9 @@ class Logger(Protocol):
 
     def log(self, metrics: Metrics) -> None:
         """Receive the metrics of one step. Steps come in order; on a GPU some steps late."""
-        ...
 
     def close(self) -> None:
         """Called when there will be no more metrics."""
-        ...
 
 
 BucketTraffic = Callable[[Bucket, int, torch.dtype, int], Traffic | None]  # (bucket, numel, dtype, ranks)
@@ -82,6 +100,7 @@ class _PendingStep(NamedTuple):
     grad_norm: torch.Tensor | None
 
 
+@dataclass(eq=False)
 class MetricsFeed(StepObserver):
     """Gives loggers the metrics of every step of ``timer``. A logger that fails is dropped, and training continues.
 
@@ -91,61 +110,53 @@ class MetricsFeed(StepObserver):
     grad_norm      returns the norm of the step that ends now, on the device
     """
 
-    def __init__(
-        self,
-        loggers: Sequence[Logger],
-        timer: StepTimer,
-        current_step: CurrentStep,
-        traffic: BucketTraffic,
-        parameters: Mapping[str, nn.Parameter],
-        rank: int,
-        ranks: int,
-        grad_norm: Callable[[], torch.Tensor | None] = lambda: None,
-    ) -> None:
-        self._grad_norm = grad_norm
-        self._loggers = list(loggers)
-        self._clock = timer.clock
-        self._current_step = current_step
-        self._bucket_traffic = traffic
-        self._parameters = parameters
-        self._rank = rank
-        self._ranks = ranks
+    loggers: Sequence[Logger]
+    timer: StepTimer
+    current_step: CurrentStep
+    traffic: BucketTraffic
+    parameters: Mapping[str, nn.Parameter]
+    rank: int
+    ranks: int
+    grad_norm: Callable[[], torch.Tensor | None] = lambda: None
+
+    def __post_init__(self) -> None:
+        self._clock = self.timer.clock
         self._pending: deque[_PendingStep] = deque()
         self._follow(None)
         self._timing = ExitStack()
         if isinstance(self._clock, HostClock):  # on a GPU a thread would have to poll for the ends of buckets
-            self._timing.enter_context(timer.bucket_timing())
+            self._timing.enter_context(self.timer.bucket_timing())
 
     @_disable_dynamo
     def on_step_end(self, step: StepMarks) -> None:
-        context = self._current_step()
+        context = self.current_step()
         if context.plan is not self._plan:
             self._follow(context.plan)
-        self._pending.append(_PendingStep(context, step, self._fingerprint, self._traffic(), self._grad_norm()))
+        self._pending.append(_PendingStep(context, step, self._fingerprint, self._traffic(), self.grad_norm()))
         self._log_settled()
 
     def close(self) -> None:
         """Log the steps that have settled by now, without waiting for a device, and close the loggers."""
         self._timing.close()
         self._log_settled()
-        for logger in self._loggers:
+        for logger in self.loggers:
             try:
                 logger.close()
             except Exception as error:
                 log.error("anabranch: %s could not be closed: %s", type(logger).__name__, error)
-        self._loggers = []
+        self.loggers = []
         self._pending.clear()
 
     def _log_settled(self) -> None:
         while self._pending and self._settled(self._pending[0].marks):
             metrics = self._metrics(self._pending.popleft())
-            for logger in list(self._loggers):
-                if not self._loggers:  # the one before has closed the model
+            for logger in self.loggers:
+                if not self.loggers:  # the one before has closed the model
                     break
                 try:
                     logger.log(metrics)
                 except Exception as error:
-                    self._loggers = [other for other in self._loggers if other is not logger]
+                    self.loggers = [other for other in self.loggers if other is not logger]
                     words = "anabranch: %s failed at step %d and gets no more metrics: %s: %s"
                     log.error(words, type(logger).__name__, metrics.step, type(error).__name__, error)
 
@@ -159,7 +170,7 @@ class MetricsFeed(StepObserver):
         norm = None if done.grad_norm is None else float(done.grad_norm)
         return Metrics(
             step=done.context.number,
-            rank=self._rank,
+            rank=self.rank,
             measured_s=elapsed_s(marks.forward, marks.averaged),
             predicted_s=done.context.predicted_s,
             compute_s=elapsed_s(marks.forward, marks.computed),
@@ -191,10 +202,10 @@ class MetricsFeed(StepObserver):
     def _traffic(self) -> Traffic | None:
         """The traffic of all buckets together; under DDP's own buckets that of a ring all-reduce of all gradients."""
         if self._plan is None:
-            parts: list[Traffic | None] = [dense_traffic(numel, dtype, self._ranks) for numel, dtype in self._sizes]
+            parts: list[Traffic | None] = [dense_traffic(numel, dtype, self.ranks) for numel, dtype in self._sizes]
         else:
             buckets = zip(self._plan.buckets, self._sizes, strict=True)
-            parts = [self._bucket_traffic(bucket, *size, self._ranks) for bucket, size in buckets]
+            parts = [self.traffic(bucket, *size, self.ranks) for bucket, size in buckets]
         known = [part for part in parts if part is not None]
         if len(known) < len(parts):
             return None
@@ -210,7 +221,7 @@ class MetricsFeed(StepObserver):
 
         Under DDP's own buckets, sizes are those of all gradients of each dtype together.
         """
-        parameters = self._parameters
+        parameters = self.parameters
         if plan is not None:
             names = [bucket.names for bucket in plan.buckets]
         else:
@@ -219,3 +230,139 @@ class MetricsFeed(StepObserver):
         self._plan = plan
         self._fingerprint = plan.fingerprint[:12] if plan is not None else None
         self._sizes = [(sum(parameters[n].numel() for n in part), parameters[part[0]].dtype) for part in names]
+
+
+# Loggers.
+
+
+def curves_of(metrics: Metrics) -> dict[str, float]:
+    """The values of a step that are drawn as curves, where they are known, by name."""
+    return {name: value for name in CURVES if (value := getattr(metrics, name)) is not None}
+
+
+class JsonLines:
+    """Appends one line per step to a file: a JSON object with the fields of ``Metrics``."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self._path = Path(path)
+        self._file: TextIO | None = None
+
+    def log(self, metrics: Metrics) -> None:
+        """Write the step as one line, without delay, so that other programs can follow the file."""
+        if self._file is None:
+            torn = _is_torn(self._path)
+            self._file = self._path.open("a", encoding="utf-8", buffering=1)
+            if torn:
+                self._file.write("\n")
+        self._file.write(json.dumps(asdict(metrics), allow_nan=False) + "\n")
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+
+def _is_torn(path: Path) -> bool:
+    """Whether the last line has no end, because a process died while writing it; the next line must not join it."""
+    if not path.is_file() or not path.stat().st_size:
+        return False
+    with path.open("rb") as file:
+        file.seek(-1, os.SEEK_END)
+        return file.read(1) != b"\n"
+
+
+class TensorBoard:
+    """Curves under ``anabranch/`` in a folder that TensorBoard reads; needs ``anabranch[tensorboard]``."""
+
+    def __init__(self, folder: str | os.PathLike[str]) -> None:
+        require("tensorboard", "tensorboard", "TensorBoard(...)")
+        self._folder = os.fspath(folder)
+        self._writer: Any = None
+        self._stage = ""
+
+    def log(self, metrics: Metrics) -> None:
+        """Add a point to each curve whose value is known."""
+        if self._writer is None:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self._writer = SummaryWriter(self._folder)
+        for name, value in curves_of(metrics).items():
+            self._writer.add_scalar(f"anabranch/{name}", value, metrics.step)
+        if metrics.stage != self._stage:
+            self._stage = metrics.stage
+            self._writer.add_text("anabranch/stage", metrics.stage, metrics.step)
+
+    def close(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+
+
+class WandB:
+    """Curves under ``anabranch/`` in Weights & Biases; needs the package wandb.
+
+    If the program has started a run, values join the rows that it logs, so that its own steps stay in order. If not, a
+    run is started with these options of ``wandb.init``, such as ``project=``, and finished when the logger is closed.
+    """
+
+    def __init__(self, **options: Any) -> None:
+        require("wandb", None, "WandB(...)")
+        self._options = options
+        self._run: Any = None
+        self._owned = False
+
+    def log(self, metrics: Metrics) -> None:
+        """Add a point to each curve whose value is known."""
+        if self._run is None:
+            wandb: Any = import_module("wandb")
+            self._owned = wandb.run is None
+            self._run = wandb.init(**self._options) if self._owned else wandb.run
+            self._run.define_metric("anabranch/*", step_metric="anabranch/step")
+        row = {"step": metrics.step, **curves_of(metrics), "stage": metrics.stage}
+        self._run.log({f"anabranch/{name}": value for name, value in row.items()}, commit=self._owned)
+
+    def close(self) -> None:
+        if self._run is not None and self._owned:
+            self._run.finish()
+        self._run = None
+
+
+class Progress:
+    """Prints a line with the metrics of the last step, the first time at once and then every five seconds."""
+
+    def __init__(self, total_steps: int | None = None, console: "Console | None" = None) -> None:
+        if total_steps is not None and total_steps < 1:
+            raise ValueError(f"total_steps is {total_steps}: expected at least 1, or None if it is not known")
+        self._total_steps = total_steps
+        self._console = console
+        self._next_s = -inf
+
+    def log(self, metrics: Metrics) -> None:
+        if (now_s := monotonic()) >= self._next_s:
+            from rich.console import Console
+
+            self._next_s = now_s + PERIOD_S
+            self._console = self._console or Console(stderr=True)
+            # A stage may quote any text, such as an error: markup and control codes in it must have no effect.
+            summary = step_summary(metrics, self._total_steps)
+            printable = "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in summary)
+            self._console.print(printable, markup=False, highlight=False, soft_wrap=True)
+
+    def close(self) -> None:
+        """No-op: nothing stays open."""
+
+
+def step_summary(metrics: Metrics, total_steps: int | None = None) -> str:
+    """The metrics of a step in one line."""
+    step = f"step {metrics.step}" + (f" of {total_steps}" if total_steps is not None else "")
+    took = f"{metrics.measured_s * 1e3:.1f} ms"
+    if metrics.predicted_s is not None:
+        took += f" (predicted {metrics.predicted_s * 1e3:.1f})"
+    parts = [step, took, f"exposed {metrics.exposed_s * 1e3:.1f} ms"]
+    if metrics.overlap is not None:
+        parts.append(f"{metrics.overlap:.0%} hidden")
+    if metrics.sent_nbytes is not None:
+        parts.append(f"sent {metrics.sent_nbytes / MIB:.2f} MiB")
+    if metrics.density is not None and metrics.density < 1:
+        parts.append(f"density {metrics.density:.2%}")
+    return " · ".join([*parts, metrics.stage])

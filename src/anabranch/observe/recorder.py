@@ -3,7 +3,6 @@
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from types import TracebackType
 from typing import Self
 
 import numpy as np
@@ -75,9 +74,7 @@ class Recorder(StepObserver):
         self._timer.observers.append(self)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._entered.close()
         if self in self._timer.observers:  # a closed timer has no observers
             self._timer.observers.remove(self)

@@ -22,6 +22,8 @@ from anabranch.observe.clock import Clock
 from anabranch.values.plan import Plan, bucket_label
 from anabranch.values.timeline import COMPUTE, Span, Timeline
 
+KEPT_STEPS = 64
+
 
 @dataclass(slots=True)
 class StepMarks:
@@ -88,7 +90,7 @@ class StepTimer:
     ``steps_done`` counts averaged steps.
     """
 
-    def __init__(self, clock: Clock, after_step: Callable[[], None] | None = None, keep: int = 64) -> None:
+    def __init__(self, clock: Clock, after_step: Callable[[], None] | None = None) -> None:
         self.clock = clock
         self.observers: list[StepObserver] = []
         self.steps_done = 0
@@ -99,7 +101,7 @@ class StepTimer:
         self._averaged = False  # gradients were averaged in the backward pass that is running
         # Weak: a backward pass that fails drops its callbacks, and must not be waited for.
         self._pass_end: weakref.ref[_PassEnd] | None = None
-        self._steps: deque[StepMarks] = deque(maxlen=keep)
+        self._steps: deque[StepMarks] = deque(maxlen=KEPT_STEPS)
         self._bucket_timings = 0  # how many contexts of bucket_timing() are open
         self._silent_steps = 0  # how many of the next steps are ended without after_step()
 

@@ -1,4 +1,4 @@
-"""A window of steps of all ranks, written by rank 0 as one trace file in rank 0's time.
+"""A window of steps of all ranks, written by rank 0 as one Chrome trace for Perfetto, in rank 0's time.
 
 How far the host clocks of ranks are apart is measured before and after the window, with a bound on the error: rank 0
 pings each other rank in turn, which answers with its own time. That time was read between the ping and the arrival of
@@ -9,9 +9,11 @@ trips is used. The two measurements also show how clocks drift.
 import json
 import logging
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from time import perf_counter
 from typing import Any, NamedTuple
@@ -25,17 +27,21 @@ from torch._compile import _disable_dynamo
 from anabranch.exchange.agreement import check_same, from_rank_0, to_rank_0
 from anabranch.exchange.contracts import Group
 from anabranch.observe.clock import Clock
-from anabranch.observe.perfetto import perfetto_document
 from anabranch.observe.step_timer import CurrentStep, StepMarks, StepObserver, StepTimer, bucket_times
 from anabranch.values.errors import FileError
 from anabranch.values.files import write_text
-from anabranch.values.plan import Plan
+from anabranch.values.plan import Plan, bucket_label
 
 log = logging.getLogger("anabranch")
 
 PING_ROUNDS = 25
 ANCHOR_TRIES = 5
 MAX_STEPS = 100  # marks are kept in memory until the window ends
+COMPUTE, GRADIENTS, FIRST_LANE = 0, 1, 2  # tracks of a process
+PARTS = ("forward", "backward", "exposed communication")
+
+Event = dict[str, Any]
+Nanoseconds = Callable[[float], int]  # since the first event: whole ones, so that adjacent slices stay adjacent
 
 
 class Offset(NamedTuple):
@@ -107,6 +113,7 @@ class HostAnchor(NamedTuple):
         return min(tries, key=lambda anchor: anchor.error_s)
 
 
+@dataclass(eq=False)
 class TraceWindow(StepObserver):
     """Records the steps ``first`` … ``last`` of ``timer`` on every rank; rank 0 writes them to ``path``.
 
@@ -115,60 +122,55 @@ class TraceWindow(StepObserver):
     may not be replaced, is refused on all ranks before any step.
     """
 
-    def __init__(
-        self,
-        first: int,
-        last: int,
-        path: str | os.PathLike[str],
-        force: bool,
-        timer: StepTimer,
-        current_step: CurrentStep,
-        parameters: Mapping[str, nn.Parameter],
-        control: Group,
-    ) -> None:
-        next_step = current_step().number
+    first: int
+    last: int
+    path: str | os.PathLike[str]
+    force: bool
+    timer: StepTimer
+    current_step: CurrentStep
+    parameters: Mapping[str, nn.Parameter]
+    control: Group
+
+    def __post_init__(self) -> None:
+        first, last, path, control = self.first, self.last, self.path, self.control
+        next_step = self.current_step().number
         given = f"steps {first!r} to {last!r}, and {next_step} comes next"
         check_same("the window given to trace_steps()", [given], control)
         _check_range(first, last, next_step)  # after check_same(), so that all ranks raise or none does
-        exists = Path(path).exists() and not force
+        exists = Path(path).exists() and not self.force
         problem = f"{path}: is already there; choose another name, or replace it with force=True" if exists else ""
         if problem_of_rank_0 := from_rank_0(problem.encode(), control).decode():
             raise FileError(problem_of_rank_0)  # on every rank
-        self._first, self._last, self._path, self._force = first, last, Path(path), force
-        self._timer = timer
-        self._current_step = current_step
-        self._parameters = parameters
-        self._control = control
         self._steps: list[tuple[int, StepMarks, Plan | None]] = []  # number, and the plan that ran in it
         self._timing = ExitStack()
-        timer.observers.append(self)
+        self.timer.observers.append(self)
         if first == next_step:
             self._begin()
 
     @_disable_dynamo
     def on_step_end(self, step: StepMarks) -> None:
-        current = self._current_step()
-        if self._first <= current.number <= self._last:
+        current = self.current_step()
+        if self.first <= current.number <= self.last:
             # Copies: a trial empties the list when it ends, and a later backward pass may add gradients.
             marks = replace(step, buckets=list(step.buckets), ready=dict(step.ready))
             self._steps.append((current.number, marks, current.plan))
-        if current.number == self._first - 1:
+        if current.number == self.first - 1:
             self._begin()
-        if current.number == self._last:
+        if current.number == self.last:
             self._finish()
 
     def close(self) -> None:
         """Drop the window."""
         self._release()
         # The other ranks may not close now, so nothing can be gathered.
-        log.warning("anabranch: closed before step %d: no trace was written to %s", self._last, self._path)
+        log.warning("anabranch: closed before step %d: no trace was written to %s", self.last, self.path)
 
     def _begin(self) -> None:
         """Compare the clocks of all ranks, and tie that of the steps to the host's; waits for the device."""
-        self._offsets_before = clock_offsets(self._control)
-        self._anchor = HostAnchor.measure(self._timer.clock)
-        self._timing.enter_context(self._timer.bucket_timing())
-        self._timing.enter_context(self._timer.gradient_timing(self._parameters))
+        self._offsets_before = clock_offsets(self.control)
+        self._anchor = HostAnchor.measure(self.timer.clock)
+        self._timing.enter_context(self.timer.bucket_timing())
+        self._timing.enter_context(self.timer.gradient_timing(self.parameters))
 
     def _release(self) -> None:
         self._timing.close()
@@ -176,27 +178,27 @@ class TraceWindow(StepObserver):
 
     def _finish(self) -> None:
         """Gather the steps of all ranks, and write them on rank 0."""
-        self._timer.observers.remove(self)
-        self._timer.clock.settle()
+        self.timer.observers.remove(self)
+        self.timer.clock.settle()
         recording = {"anchor_error_s": self._anchor.error_s, "steps": [self._document(*step) for step in self._steps]}
         self._release()
-        offsets_after = clock_offsets(self._control)
-        payloads = to_rank_0(json.dumps(recording).encode(), self._control)
-        if dist.get_rank(self._control) != 0:
+        offsets_after = clock_offsets(self.control)
+        payloads = to_rank_0(json.dumps(recording).encode(), self.control)
+        if dist.get_rank(self.control) != 0:
             return
         recordings = [json.loads(payload) for payload in payloads]
         alignments = list(map(ClockAlignment, self._offsets_before, offsets_after))
-        device = next(iter(self._parameters.values())).device
-        window = {"device": device.type, "first_step": self._first, "last_step": self._last}
+        device = next(iter(self.parameters.values())).device
+        window = {"device": device.type, "first_step": self.first, "last_step": self.last}
         try:
             text = json.dumps(perfetto_document(recordings, alignments, window), allow_nan=False) + "\n"
-            write_text(text, self._path, self._force)
+            write_text(text, self.path, self.force)
         except Exception as error:  # training continues, on this rank as on the others
-            log.error("anabranch: the trace of steps %d to %d is lost: %s", self._first, self._last, error)
+            log.error("anabranch: the trace of steps %d to %d is lost: %s", self.first, self.last, error)
 
     def _at(self, mark: object) -> float:
         """When a mark was taken, in seconds of this rank's host."""
-        return self._anchor.host_s + self._timer.clock.elapsed_s(self._anchor.mark, mark)
+        return self._anchor.host_s + self.timer.clock.elapsed_s(self._anchor.mark, mark)
 
     def _document(self, number: int, marks: StepMarks, plan: Plan | None) -> dict[str, Any]:
         """A step as JSON values, in the time of this rank's host clock."""
@@ -210,8 +212,8 @@ class TraceWindow(StepObserver):
         }
 
     def _buckets(self, plan: Plan, marks: StepMarks) -> Iterator[dict[str, Any]]:
-        parameters, anchor = self._parameters, self._anchor
-        for times in bucket_times(marks, plan, self._timer.clock, anchor.mark):
+        parameters, anchor = self.parameters, self._anchor
+        for times in bucket_times(marks, plan, self.timer.clock, anchor.mark):
             bucket = plan.buckets[times.number]
             yield {
                 "index": times.number,
@@ -233,3 +235,85 @@ def _check_range(first: int, last: int, next_step: int) -> None:
             f"trace_steps from {first} to {last}: expected a last step from {first} to {first + MAX_STEPS - 1}, since "
             f"steps are kept in memory until the window ends; ask for several windows of at most {MAX_STEPS} steps"
         )
+
+
+# The file.
+
+
+def perfetto_document(
+    recordings: Sequence[Mapping[str, Any]], alignments: Sequence[ClockAlignment], facts: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The trace-event JSON object, in rank 0's time from the first event on, in microseconds.
+
+    ``recordings`` are the steps of each rank by its own clock, as ``TraceWindow`` gathers them. The error bound of a
+    rank's clock against rank 0's is in the name of its process and in ``otherData``, with ``facts``.
+    """
+    errors_s = [0.0]
+    for recording, alignment in zip(recordings[1:], alignments[1:], strict=True):
+        errors_s.append(alignment.error_s + recording["anchor_error_s"] + recordings[0]["anchor_error_s"])
+    origin_s = min(
+        alignment.to_rank_0_time(_first_s(step))
+        for recording, alignment in zip(recordings, alignments, strict=True)
+        for step in recording["steps"]
+    )
+    events: list[Event] = []
+    for rank, (alignment, error_s) in enumerate(zip(alignments, errors_s, strict=True)):
+        events += _rank_events(rank, recordings[rank]["steps"], error_s, partial(_nanoseconds, alignment, origin_s))
+    other = {
+        "made_by": "anabranch",
+        **facts,
+        "ranks": len(recordings),
+        "clock_error_s": {f"rank {rank}": error_s for rank, error_s in enumerate(errors_s)},
+        "clocks": "rank 0's; the others' were aligned by round trips before and after the window",
+    }
+    return {"displayTimeUnit": "ms", "otherData": other, "traceEvents": events}
+
+
+def _nanoseconds(alignment: ClockAlignment, origin_s: float, at_s: float) -> int:
+    return max(0, round((alignment.to_rank_0_time(at_s) - origin_s) * 1e9))
+
+
+def _rank_events(rank: int, steps: Sequence[Mapping[str, Any]], error_s: float, ns: Nanoseconds) -> Iterator[Event]:
+    clock = "reference clock" if rank == 0 else f"clock within ±{error_s * 1e6:.1f} µs of rank 0's"
+    yield _meta(rank, 0, "process_name", name=f"rank {rank} ({clock})")
+    yield _meta(rank, 0, "process_sort_index", sort_index=rank)
+    lanes = sorted({bucket["lane"] for step in steps for bucket in step["buckets"]})
+    tracks = {"compute": COMPUTE, "gradients ready": GRADIENTS, **{f"lane {n}": FIRST_LANE + n for n in lanes}}
+    for name, track in tracks.items():
+        yield _meta(rank, track, "thread_name", name=name)
+        yield _meta(rank, track, "thread_sort_index", sort_index=track)
+    for step in steps:
+        yield from _step_events(rank, step, ns)
+
+
+def _first_s(step: Mapping[str, Any]) -> float:
+    return float(min([*step["edges_s"], *step["ready_s"].values(), *(b["launched_s"] for b in step["buckets"])]))
+
+
+def _step_events(rank: int, step: Mapping[str, Any], ns: Nanoseconds) -> Iterator[Event]:
+    number = {"step": step["step"]}
+    for name, (start_ns, end_ns) in zip(PARTS, pairwise(map(ns, step["edges_s"])), strict=True):
+        if end_ns > start_ns or name != PARTS[-1]:
+            yield _slice(rank, COMPUTE, name, "compute", start_ns, end_ns, {**number, "plan": step["plan"]})
+    for name, ready_s in step["ready_s"].items():
+        instant = {"ph": "i", "s": "t", "pid": rank, "tid": GRADIENTS}
+        yield {**instant, "name": name, "cat": "gradient", "ts": ns(ready_s) / 1e3, "args": number}
+    for bucket in step["buckets"]:
+        name = bucket_label(bucket["index"], bucket["collective"], bucket["names"])
+        args = {**number, "tensors": bucket["names"], "nbytes": bucket["nbytes"], "collective": bucket["collective"]}
+        args["launched_us"] = ns(bucket["launched_s"]) / 1e3
+        track = FIRST_LANE + bucket["lane"]
+        yield _slice(rank, track, name, "communication", ns(bucket["begin_s"]), ns(bucket["end_s"]), args)
+
+
+def _slice(
+    rank: int, track: int, name: str, category: str, start_ns: int, end_ns: int, args: Mapping[str, Any]
+) -> Event:
+    return {
+        "ph": "X", "pid": rank, "tid": track, "name": name, "cat": category, "ts": start_ns / 1e3,
+        "dur": max(0, end_ns - start_ns) / 1e3, "args": dict(args),
+    }  # fmt: skip
+
+
+def _meta(rank: int, track: int, kind: str, **args: object) -> Event:
+    return {"ph": "M", "pid": rank, "tid": track, "ts": 0, "name": kind, "args": args}

@@ -19,8 +19,7 @@ from anabranch.exchange.contracts import Collective, Group
 from anabranch.exchange.lanes import Lanes
 from anabranch.observe.measure import LARGEST_NBYTES, measure
 from anabranch.planning.simulator import finish_s
-from anabranch.tuning.predictions import MIN_STRETCH, computed_faster, prediction_s
-from anabranch.tuning.trial import Trial
+from anabranch.tuning.trial import MIN_STRETCH, Trial, computed_faster, prediction_s
 from anabranch.values.curve import Curve
 from anabranch.values.kinds.fidelity import is_compressed
 from anabranch.values.kinds.names import DENSE
@@ -60,8 +59,7 @@ def calibrate(network: Network, trace: Trace, trial: Trial, control: Group) -> N
     if seconds.isinf().any():
         return network
     fastest = [min(step.whole_s - step.exposed_s for step in trial.steps), min(step.finish_s for step in trial.steps)]
-    typical_s = median(step.finish_s for step in trial.steps)
-    computing_s, ended_s, typical_s = slowest_rank([*fastest, typical_s], control)
+    computing_s, ended_s, typical_s = slowest_rank([*fastest, trial.finish_s], control)
     network = with_calibrated_costs(network, trace, plan, seconds.tolist())
     network = with_costs_bounded_by_end(network, trace, plan, typical_s)
     network = with_calibrated_delays(network, trace, plan, computing_s, ended_s)

@@ -17,9 +17,7 @@ from anabranch.planning.ladder import FREE, least_lossy, with_fewer_messages
 from anabranch.planning.merge import compressed
 from anabranch.planning.simulator import messages
 from anabranch.tuning.options import TuningOptions
-from anabranch.tuning.policy import DEFAULT_POLICY, TuningPolicy
-from anabranch.tuning.predictions import predicted_s
-from anabranch.tuning.trial import PRICE_OF_FIDELITY
+from anabranch.tuning.trial import PRICE_OF_FIDELITY, predicted_s
 from anabranch.values.kinds.fidelity import error_of, error_of_plan, is_compressed
 from anabranch.values.kinds.names import DENSE, EVERY_ELEMENT
 from anabranch.values.network import Network
@@ -32,11 +30,9 @@ WARM_UP_KIND = "bf16"  # may be used while an exchange with residuals still wait
 Candidates = list[tuple[str, Plan]]  # with labels
 
 
-def candidates(
-    options: TuningOptions, trace: Trace, network: Network, policy: TuningPolicy = DEFAULT_POLICY
-) -> Candidates:
+def candidates(options: TuningOptions, trace: Trace, network: Network) -> Candidates:
     """Labelled plans to try: the planner's, and one on several lanes if that is predicted to gain enough."""
-    found = _Candidates(options, trace, network, policy).found()
+    found = _Candidates(options, trace, network).found()
     return [(label + _calibrations(plan, network), plan.check(trace)) for label, plan in found]
 
 
@@ -45,7 +41,6 @@ class _Candidates:
     options: TuningOptions
     trace: Trace
     network: Network
-    policy: TuningPolicy
 
     def found(self) -> Candidates:
         """Plans with compressed buckets first, if ``compress`` was given."""
@@ -62,7 +57,7 @@ class _Candidates:
             return [one_lane]
         several = self._with_dense(planners.lanes(self.trace, self.network, lanes=lanes, collective=kind), kind)
         gain = 1 - self._predicted_s(several) / self._predicted_s(one_lane[1])
-        if several.lanes == 1 or gain <= self.policy.lanes_min_gain:
+        if several.lanes == 1 or gain <= self.options.policy.lanes_min_gain:
             return [one_lane]
         return [one_lane, (f"{several.lanes} lanes" + (f", {kind}" if kind != DENSE else ""), several)]
 

@@ -14,9 +14,8 @@ from math import exp, inf, log, sqrt
 from statistics import fmean, median, stdev
 from typing import Literal, NamedTuple
 
-from anabranch.tuning.policy import TuningPolicy
-from anabranch.tuning.predictions import prediction_s
-from anabranch.tuning.trial import PRICE_OF_FIDELITY, Trial
+from anabranch.tuning.options import TuningPolicy
+from anabranch.tuning.trial import PRICE_OF_FIDELITY, Trial, prediction_s
 from anabranch.values.kinds.fidelity import error_of_plan
 from anabranch.values.network import Network
 from anabranch.values.plan import Plan
@@ -39,7 +38,7 @@ MEDIAN_PENALTY = 1.25  # a median varies more than a mean
 
 
 class Verb(IntEnum):
-    """What a search can do, in this order; candidates are tried as soon as there are any.
+    """What a search can do, in this order; candidates are tried as soon as there are any: ``TRY + n`` is number n.
 
     Plans on one lane show what messages cost, then those on several lanes how messages slow each other.
     """
@@ -52,21 +51,6 @@ class Verb(IntEnum):
     PLAN_AGAIN = 5
     STOP = 6
     TRY = 7
-
-
-class Action(NamedTuple):
-    """A verb; TRY has the number of a candidate. ``number`` is what ranks send."""
-
-    verb: Verb
-    candidate: int = 0
-
-    @property
-    def number(self) -> int:
-        return len(Verb) * self.candidate + self.verb
-
-    @classmethod
-    def of(cls, number: int) -> "Action":
-        return cls(Verb(number % len(Verb)), number // len(Verb))
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,19 +94,19 @@ class Terms(NamedTuple):
     min_gain: float
 
 
-def next_action(tried: Tried, policy: TuningPolicy) -> Action:
-    """What a search does next: the next candidate that is worth a trial, else another round of planning, or nothing."""
+def next_action(tried: Tried, policy: TuningPolicy) -> int:
+    """What a search does next: a ``Verb``, or ``TRY`` plus the number of the next candidate that is worth a trial."""
     for number, (_, plan) in enumerate(tried.candidates):
         is_new = all(trial.plan != plan for trial in tried.trials)
         if is_new and is_worth(terms(tried, plan, policy).expected, tried.left_s, tried.is_over, policy):
-            return Action(Verb.TRY, number)
+            return Verb.TRY + number
     verb = Verb(tried.done + 1)
     can_plan = not (tried.failed or tried.is_over)
     if verb in (Verb.PLAN_ON_ONE_LANE, Verb.PLAN) and not can_plan:
         verb = Verb(verb + 1)
     if verb == Verb.PLAN_AGAIN and not (can_plan and tried.changed):
         verb = Verb.STOP
-    return Action(verb)
+    return verb
 
 
 def is_worth(gain: float, left_s: float, is_over: bool, policy: TuningPolicy) -> bool:

@@ -6,8 +6,7 @@ from dataclasses import dataclass, field
 from anabranch.observe.measure import POOR_SPREAD
 from anabranch.planning.simulator import lower_bound_s
 from anabranch.tuning.decisions import step_noise
-from anabranch.tuning.predictions import prediction_s, share_of_recorded
-from anabranch.tuning.trial import Trial
+from anabranch.tuning.trial import Trial, prediction_s, share_of_recorded
 from anabranch.values.files import plain
 from anabranch.values.kinds.names import DENSE
 from anabranch.values.network import Network

@@ -9,13 +9,13 @@ highest plausible price: graphs that stay cut finely shall not be slower than un
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from math import inf
 from typing import Protocol
 
 from anabranch import planning as planners
 from anabranch.planning.simulator import messages, schedule
-from anabranch.tuning.policy import TuningPolicy
-from anabranch.tuning.predictions import as_recorded, predicted_s
-from anabranch.tuning.trial import Trial
+from anabranch.tuning.options import TuningPolicy
+from anabranch.tuning.trial import Trial, as_recorded, predicted_s
 from anabranch.values.network import Network
 from anabranch.values.plan import Plan
 from anabranch.values.trace import Trace
@@ -31,42 +31,31 @@ Parts = Sequence[Sequence[str]]  # names of gradients that leave together, in or
 
 
 class Graphs(Protocol):
-    """The graphs that torch.compile has made of a model. What it has by default fits a model that has none."""
+    """The graphs that torch.compile has made of a model, which may have none."""
 
-    parts: Parts | None = None  # what graphs are cut for; None: as finely as at first
+    parts: Parts | None  # what graphs are cut for; None: as finely as at first
 
     @property
     def can_change(self) -> bool:
         """Whether there is a graph that can be compiled again."""
-        return False
 
-    def cuts_for(self, parts: Parts | None) -> int:  # noqa: ARG002
+    def cuts_for(self, parts: Parts | None) -> int:
         """How many cuts there are in all graphs if they are cut for these parts; None: as finely as at first."""
-        return 0
 
-    def would_change(self, parts: Parts) -> bool:  # noqa: ARG002
+    def would_change(self, parts: Parts) -> bool:
         """Whether ``cut_for`` would have a graph compiled again."""
-        return False
 
-    def cut_for(self, parts: Parts | None) -> None:  # noqa: ARG002
+    def cut_for(self, parts: Parts | None) -> None:
         """Let these gradients leave together, part by part, from the next forward on; None: as finely as at first."""
-        return
 
     def settle(self) -> None:
         """Keep the cuts in force for good."""
-        return
 
-    def note_late(self, what: str) -> None:  # noqa: ARG002
+    def note_late(self, what: str) -> None:
         """All gradients came at the end of backward: remember why, or ``what`` if nobody knows, for explain()."""
-        return
 
     def lines(self) -> list[str]:
         """For explain(): how graphs are cut, and what stands in the way."""
-        return []
-
-
-class NotCompiled(Graphs):
-    """The graphs of a model that has none: there is nothing to cut, to keep or to say."""
 
 
 def parts_of(plan: Plan) -> Parts:
@@ -218,13 +207,13 @@ class CutSearch:
         allowed = self.policy.recompilations
         for done in range(allowed):
             versions = self._versions(self._cut_s)
-            yield versions, self._choice(versions, versions)
+            yield versions, self._choice(versions)
             if len(self._tried) <= done:
                 break
             self._cut_s = self._measured_cut_s if self._measured_cut_s > 0 else self._cut_s  # below zero it is noise
         if allowed and not self._tried:
             versions = self._versions(MOST_CUT_SHARE * self._planned.step_s)
-            yield versions, self._choice(versions, versions[1:])
+            yield versions, self._choice(versions, first=2)
 
     def min_gain(self, version: Version) -> float:
         """What a version must gain to stay: the same plan with fewer cuts stays unless it is clearly slower."""
@@ -255,17 +244,14 @@ class CutSearch:
                 f"Compiled: with {few} cuts instead of {many} a step is "
                 f"expected to gain less than {policy.min_gain:.0%}, so nothing was compiled again."
             )
-        if len(self._tried) >= policy.recompilations and (untried := self._worth_compiling(versions)) is not None:
+        if len(self._tried) >= policy.recompilations and (number := self._choice(versions)):
+            untried = versions[number - 1]
             self.lines.append(
                 f"Compiled: {untried.label} (cuts: {graphs.cuts_for(untried.parts)}) may take "
                 f"{untried.expected_s * 1e3:.2f} ms, if a cut costs {self._cut_s * 1e3:.3f} ms; "
                 f"TuningPolicy(recompilations={policy.recompilations + 1}) would try it."
             )
         keep_cuts(graphs, self._planned.plan, self.trace, self.network, policy)
-
-    def _choice(self, versions: Sequence[Version], allowed: Sequence[Version]) -> int:
-        worth = self._worth_compiling(allowed)
-        return 0 if worth is None else 1 + versions.index(worth)
 
     def _versions(self, price_s: float) -> list[Version]:
         """The best plan with the cuts that it needs, and DDP's own buckets with DDP's, if a cut costs ``price_s``."""
@@ -287,19 +273,18 @@ class CutSearch:
             versions.append(version(f"{own.label}, DDP's cuts", own, parts_of_ddp(trace)))
         return versions
 
-    def _worth_compiling(self, versions: Sequence[Version]) -> Version | None:
-        """The fastest version that was not tried, if it is expected to gain enough over the best."""
+    def _choice(self, versions: Sequence[Version], first: int = 1) -> int:
+        """The number, from ``first`` on, of the fastest version that was not tried; 0 if it may not gain enough."""
         best, graphs = self.best, self.graphs
         new = [
-            version
-            for version in versions
-            if (version.plan != best.plan or graphs.would_change(version.parts))
+            (version.expected_s, number)
+            for number, version in enumerate(versions, 1)
+            if number >= first
+            and (version.plan != best.plan or graphs.would_change(version.parts))
             and (version.plan, graphs.cuts_for(version.parts)) not in self._tried
         ]
-        fastest = min(new, key=lambda version: version.expected_s, default=None)
-        if fastest is None or 1 - fastest.expected_s / best.step_s <= self.policy.min_gain:
-            return None
-        return fastest
+        expected_s, fastest = min(new, default=(inf, 0))
+        return fastest if 1 - expected_s / best.step_s > self.policy.min_gain else 0
 
 
 def keep_cuts(graphs: Graphs, plan: Plan | None, trace: Trace, network: Network | None, policy: TuningPolicy) -> None:

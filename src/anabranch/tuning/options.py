@@ -1,12 +1,11 @@
-"""TuningOptions: the arguments of DataParallel that are not DDP's, and the environment variables that it reads.
+"""The arguments of DataParallel that are not DDP's, the policy of its decisions, and ``ANABRANCH``, its switch.
 
 ``ANABRANCH=off`` needs no change of a program. Rank 0's environment counts.
 """
 
-import logging
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 
 import torch.distributed as dist
 from torch import nn
@@ -21,13 +20,70 @@ from anabranch.values.network import Network
 from anabranch.values.plan import MAX_LANES, Plan
 from anabranch.values.trace import Trace
 
-log = logging.getLogger("anabranch")
-
-SWITCH, RETIRED = "ANABRANCH", "ANABRANCH_TRACE"
+SWITCH = "ANABRANCH"
 OFF, ON = "off", ("", "on")
 TURNED_OFF = "ANABRANCH=off turns it off"
 
 Planner = Callable[[Trace, Network], Plan]
+
+
+@dataclass(frozen=True, slots=True)
+class TuningPolicy:
+    """When a tuner tries, keeps and drops a plan, and what that may cost. The defaults suit training.
+
+    warmup_steps         steps of training before anything is timed: DDP rebuilds in the second, and caches warm up
+    settle_steps         steps that do not count after a change of buckets
+    trial_steps          steps of one block: a plan and the layout in force run in turns, a block each
+    max_pairs            pairs of blocks after which a plan that is not clearly faster is given up
+    min_gain             share of the step time by which a plan must beat the layout in force: less is not worth it
+    min_predicted_gain   predicted gain below which nothing is measured or tried
+    lanes_min_gain       the same for a second lane
+    obvious_gain         gain that one pair of blocks shows well enough, if every step of the plan was faster
+    confidence           standard errors by which a gain must differ from zero, and a drift from noise
+    first_search_steps   what the first search may cost, in steps of training; at least 0.3 s
+    max_search_steps     steps after which a search tries no more plans; graphs are still compiled for the best one
+    search_share         what all searching may cost once training has been long enough, as a share of training so far
+    drift_check_steps    steps between two checks of rank 0 whether to plan again
+    max_drift            share by which the step time may change, beyond its noise, before rank 0 plans again
+    cut_share            what a cut of a compiled graph is taken to cost, as a share of a step, before it is measured;
+                         on ResNet-50 (H200, float32) it was 1.2 %
+    recompilations       how often a compiled model may be compiled once more after planning, to try other cuts
+    late_gradients       warn if the first gradient is ready later than this share of backward: nothing can overlap then
+    """
+
+    warmup_steps: int = 3
+    settle_steps: int = 1
+    trial_steps: int = 3
+    max_pairs: int = 5
+    min_gain: float = 0.01
+    min_predicted_gain: float = 0.02
+    lanes_min_gain: float = 0.02
+    obvious_gain: float = 0.25
+    confidence: float = 3.0
+    first_search_steps: int = 30
+    max_search_steps: int = 1000
+    search_share: float = 0.01
+    drift_check_steps: int = 20
+    max_drift: float = 0.10
+    cut_share: float = 0.01
+    recompilations: int = 1
+    late_gradients: float = 0.9
+
+    def __post_init__(self) -> None:
+        for one in fields(self):
+            name, value = one.name, getattr(self, one.name)
+            least = 0 if name == "recompilations" else 1
+            if one.type is int and (not isinstance(value, int) or value < least):
+                raise ValueError(f"TuningPolicy {name} is {value!r}: expected a whole number, at least {least}")
+            if one.type is float and (not isinstance(value, int | float) or value != value):
+                raise ValueError(f"TuningPolicy {name} is {value!r}: expected a share, such as 0.01 for 1 %")
+        if self.confidence < 0:
+            raise ValueError(
+                f"TuningPolicy confidence is {self.confidence!r}: expected a number from 0 on, such as 3.0"
+            )
+
+
+DEFAULT_POLICY = TuningPolicy()
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +103,7 @@ class TuningOptions:
     excluded: Mapping[str, frozenset[str]] = field(default_factory=dict)
     mixes: bool = False
     cache: str | os.PathLike[str] | bool | None = None
+    policy: TuningPolicy = DEFAULT_POLICY
     no_plan_reason: str = ""
 
     def __post_init__(self) -> None:
@@ -66,6 +123,9 @@ class TuningOptions:
             raise ValueError(f"lanes is {self.lanes}: expected 1 to {MAX_LANES}, or None to choose")
         if not isinstance(self.profile_steps, int) or self.profile_steps < 0:
             raise ValueError(f"profile_steps is {self.profile_steps}: expected 0 or more")
+        if not isinstance(self.policy, TuningPolicy):
+            expected = "a TuningPolicy, such as TuningPolicy(min_gain=0.02)"
+            raise ValueError(f"policy is a {type(self.policy).__name__}: expected {expected}")
         if not isinstance(self.cache, str | os.PathLike | bool | None) or self.cache == "":
             expected = "a folder, None or True for the user's own, or False for no cache"
             raise ValueError(f"cache is {self.cache!r}: expected {expected}")
@@ -170,8 +230,6 @@ def is_off(group: Group, variables: Mapping[str, str] = os.environ) -> bool:
 
     Raises ValueError on all ranks if it is neither off nor on.
     """
-    if variables.get(RETIRED):
-        log.warning("anabranch: %s is retired: anabranch.save(model.timeline, path) writes the same file", RETIRED)
     value = from_rank_0(variables.get(SWITCH, "").strip().lower().encode(), group).decode()
     if value != OFF and value not in ON:
         raise ValueError(f"the environment variable {SWITCH} is {value!r} on rank 0: expected off, or on")

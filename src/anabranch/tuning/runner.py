@@ -96,9 +96,9 @@ class PlanRunner:
         return self._requested[0] if self._requested is not None else self.plan_in_force
 
     @property
-    def changes_next(self) -> bool:
-        """Whether the next forward changes the layout."""
-        return self._requested is not None
+    def control(self) -> Group:
+        """A group of the same ranks for small messages in host memory, which nothing else uses."""
+        return self.lanes.control
 
     def use_plan(self, plan: Plan | None) -> None:
         """Change to this plan at the next forward; None means the layout's own buckets. Collective."""
@@ -110,16 +110,20 @@ class PlanRunner:
         self._collectives.use_plan(plan)
         self._requested = (plan,)
 
-    def before_forward(self, averaged: bool) -> None:
-        """Call this before a forward that will be differentiated; ``averaged``: its gradients will be averaged."""
+    def before_forward(self, averaged: bool) -> bool:
+        """Call this before a forward that will be differentiated; returns whether it was to change the layout.
+
+        ``averaged``: its gradients will be averaged.
+        """
         self.lanes.check()  # first, since a lane's error says why a backward pass was interrupted
         self.layout.before_forward()
         if self.launcher is not None:
             self.launcher.divisor = None
         # This is the first forward after a synchronised backward, so there are no accumulated gradients that a new
         # layout would miss.
-        if self._requested is not None and self.layout.may_change(averaged):
-            (plan,) = self._requested
+        changes = self._requested
+        if changes is not None and self.layout.may_change(averaged):
+            (plan,) = changes
             self._requested = None
             if self.layout.can_rebuild():
                 self._change_layout(plan)
@@ -127,6 +131,7 @@ class PlanRunner:
                 self.stale = True
         if averaged:
             self.timer.forward_begins()
+        return changes is not None
 
     def load(self, *states: Any) -> None:
         """Load a checkpoint into the collectives; ranks compare what they loaded in the first step."""
@@ -145,7 +150,7 @@ class PlanRunner:
         """
         if not self._checked:
             what = "the checkpoint given to load_comm_state_dict(), on every rank or on none,"
-            check_same(what, self._collectives.residuals.loaded(), self.lanes.control)
+            check_same(what, self._collectives.residuals.loaded(), self.control)
             self._checked = True
 
     def trains_the_same(self) -> bool:

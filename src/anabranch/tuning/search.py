@@ -15,7 +15,6 @@ import torch.distributed as dist
 
 from anabranch.exchange.agreement import agree_on, latest_over_ranks, number_of_rank_0, true_on_all_ranks
 from anabranch.exchange.collectives import Collectives
-from anabranch.exchange.contracts import Group
 from anabranch.observe.measure import WARM_UP, noise_note
 from anabranch.observe.recorder import Recorder, order_note
 from anabranch.planning.simulator import undelayed
@@ -23,7 +22,6 @@ from anabranch.tuning.calibration import CalibratedNetwork
 from anabranch.tuning.candidates import BackgroundPlanner, Candidates, candidates, warm_up_kinds
 from anabranch.tuning.decisions import (
     VERDICTS,
-    Action,
     Block,
     Candidate,
     Tried,
@@ -36,8 +34,7 @@ from anabranch.tuning.decisions import (
     terms,
 )
 from anabranch.tuning.graph_cuts import LATE, CutSearch, Graphs, Version, keep_cuts
-from anabranch.tuning.options import TuningOptions
-from anabranch.tuning.policy import SearchBudget, TuningPolicy
+from anabranch.tuning.options import TuningOptions, TuningPolicy
 from anabranch.tuning.runner import PlanRunner
 from anabranch.tuning.trial import StepTimes, Trial
 from anabranch.values.kinds.names import DENSE
@@ -52,7 +49,51 @@ Schedule = Generator[None, None, T]  # one yield per averaged step
 
 FROZEN = "parameters were frozen, unfrozen or replaced after the model was wrapped"
 NOT_RECORDED = "no step could be recorded (is the whole model called again in backward, by checkpointing?)"
+MIN_FIRST_SEARCH_S = 0.3  # a search that measures the network cannot cost much less, however short steps are
 HELD_EARLY = "Compiled: searching was ended before graphs were compiled for the plan, so they stay cut finely."
+
+
+@dataclass(slots=True)
+class SearchBudget:
+    """The account of one tuner. Every rank keeps one, and rank 0's decides.
+
+    A search costs the pauses in which ranks measure or agree, changes of buckets, and what its steps take longer than
+    those of the layout in force.
+    """
+
+    policy: TuningPolicy
+    spent_s: float = 0.0
+    trained_s: float = 0.0  # wall-clock time since the first step
+    step_s: float = 0.0  # of the layout that was profiled first
+    set_up_s: float = 0.0  # part of ``spent_s`` that is not held against the search: any use has to pay it once
+
+    def charge(self, seconds: float) -> None:
+        """Count a cost; a negative one counts as none, so that a fast trial does not pay for a slow one."""
+        self.spent_s += max(0.0, seconds)
+
+    @property
+    def searching_s(self) -> float:
+        """What searching has cost, set-up apart."""
+        return self.spent_s - self.set_up_s
+
+    @property
+    def allowed_s(self) -> float:
+        """What all searching may have cost until now: a share of training so far, or a first search if that is more."""
+        first_s = max(self.policy.first_search_steps * self.step_s, MIN_FIRST_SEARCH_S)
+        return max(first_s, self.policy.search_share * self.trained_s) + self.set_up_s
+
+    @property
+    def left_s(self) -> float:
+        """What searching may still cost now."""
+        return self.allowed_s - self.spent_s
+
+    def summary(self) -> str:
+        """A sentence for ``explain()``."""
+        share = self.spent_s / self.trained_s if self.trained_s > 0 else 0.0
+        return (
+            f"Searching has cost {self.spent_s:.2f} s, {share:.1%} of training so far; allowed are "
+            f"{self.allowed_s:.2f} s."
+        )
 
 
 @dataclass(eq=False)
@@ -70,7 +111,6 @@ class Search:
     runner: PlanRunner
     collectives: Collectives
     options: TuningOptions
-    policy: TuningPolicy
     graphs: Graphs
     model_name: str
     stage: str = "settling"
@@ -84,6 +124,7 @@ class Search:
     _began_at: int = 0  # step
 
     def __post_init__(self) -> None:
+        self.policy = self.options.policy
         self.budget = SearchBudget(self.policy)
         self.network = CalibratedNetwork(self.options.network, self.runner.lanes)
 
@@ -91,12 +132,12 @@ class Search:
 
     def as_rank_0(self, number: int) -> int:
         """Rank 0's number, from 0 to 255, on every rank. Collective."""
-        return number_of_rank_0(number, self._control)()
+        return number_of_rank_0(number, self.runner.control)()
 
     @property
     def _is_over(self) -> bool:
         """Whether no more plans shall be tried: this rank was told to hold, or the search has taken long enough."""
-        return self.held or self._steps_done - self._began_at >= self.policy.max_search_steps
+        return self.held or self.runner.timer.steps_done - self._began_at >= self.policy.max_search_steps
 
     def goes_on(self, gain: float = inf) -> bool:
         """Whether rank 0 has time and budget left for a gain as large as this one. Collective."""
@@ -115,7 +156,7 @@ class Search:
 
     def begin(self) -> None:
         """Begin a search: the steps of the one before do not count any more (``max_search_steps``)."""
-        self._began_at = self._steps_done
+        self._began_at = self.runner.timer.steps_done
 
     def begin_with(self, label: str, plan: Plan | None, count: int | None = None) -> Schedule[Trial]:
         """Begin a search: time the layout in force, whose step time plans must beat."""
@@ -134,15 +175,15 @@ class Search:
         self.budget.step_s = self.budget.step_s or trial.step_s
         # What is frozen has no gradient in the trace, and may be frozen on one rank alone.
         for holds, failure in (self.runner.trains_the_same(), FROZEN), (recorder.steps > 0, NOT_RECORDED):
-            if not true_on_all_ranks(holds, self._control):
+            if not true_on_all_ranks(holds, self.runner.control):
                 self.failure = failure
                 return trial
         trace = recorder.trace({"model": self.model_name})
         self._warn(order_note(trace))
-        trace = latest_over_ranks(trace, self._control)
+        trace = latest_over_ranks(trace, self.runner.control)
         if plan is not None and self.network.known is not None:
             trace = undelayed(trace, plan, self.network.known)
-        self.trace = agree_on(Trace, trace, self._control)
+        self.trace = agree_on(Trace, trace, self.runner.control)
         if self.trace.tensors[0].ready_s > self.policy.late_gradients * self.trace.backward_s:
             self._warn(f"{LATE}: nothing of their communication can be hidden")
             self.graphs.note_late(LATE)
@@ -165,7 +206,7 @@ class Search:
             return
         self.stage = "measuring the network"
         kinds = [DENSE, *self.options.kinds]
-        if self.collectives.residuals.warmup_steps > self._steps_done:
+        if self.collectives.residuals.warmup_steps > self.runner.timer.steps_done:
             kinds += self._kinds_for_warm_up()
         probes = {kind: self.collectives.family(kind).probe(kind) for kind in dict.fromkeys(kinds)}
         lanes = self.runner.lanes
@@ -191,12 +232,12 @@ class Search:
 
     def warm_up(self) -> Schedule[None]:
         """While an exchange with residuals must wait, search among those without, so that these steps are fast, too."""
-        if self._steps_done >= self.collectives.residuals.warmup_steps:
+        if self.runner.timer.steps_done >= self.collectives.residuals.warmup_steps:
             return
         kinds = [kind for kind in self._kinds_for_warm_up() if kind in self._known_network.curves]
         yield from self.run(replace(self.options, kinds=tuple(kinds)))
         self.stage = f"running {self.best.label} while training warms up"
-        waited = self.collectives.residuals.warmup_steps - self._steps_done
+        waited = self.collectives.residuals.warmup_steps - self.runner.timer.steps_done
         yield from steps(waited)
         self._began_at += waited  # steps of training, not of the search
 
@@ -210,24 +251,25 @@ class Search:
             trace, network = self._known_trace, self._known_network
             failed, left_s = bool(self.failure), self.budget.left_s
             tried = Tried(trace, network, self.best, self.trials, found, done, changed, failed, left_s, self._is_over)
-            verb, number = Action.of(self.as_rank_0(next_action(tried, self.policy).number))
-            if verb == Verb.STOP:
+            action = self.as_rank_0(next_action(tried, self.policy))
+            if action == Verb.STOP:
                 return
-            if verb == Verb.TRY:
+            if action >= Verb.TRY:
+                number = action - Verb.TRY
                 (label, plan), found = found[number], found[number + 1 :]
                 yield from self._try(label, plan, tried)
                 continue
-            done, found = verb, []
-            if verb in (Verb.CALIBRATE_COSTS, Verb.CALIBRATE_CONTENTION):
-                changed = self._calibrate(several_lanes=verb == Verb.CALIBRATE_CONTENTION)
+            done, found = Verb(action), []
+            if done in (Verb.CALIBRATE_COSTS, Verb.CALIBRATE_CONTENTION):
+                changed = self._calibrate(several_lanes=done == Verb.CALIBRATE_CONTENTION)
             else:
-                found = yield from self._plan(replace(options, lanes=1) if verb == Verb.PLAN_ON_ONE_LANE else options)
+                found = yield from self._plan(replace(options, lanes=1) if done == Verb.PLAN_ON_ONE_LANE else options)
 
     def _plan(self, options: TuningOptions) -> Schedule[Candidates]:
         """Have rank 0 plan while training continues; returns its candidates, on every rank."""
         self.stage = "planning"
-        make = partial(candidates, options, self._known_trace, self._known_network, self.policy)
-        planner = BackgroundPlanner(make, self._control)
+        make = partial(candidates, options, self._known_trace, self._known_network)
+        planner = BackgroundPlanner(make, self.runner.control)
         yield
         while not planner.done():
             yield
@@ -380,20 +422,12 @@ class Search:
         assert self.network.known is not None  # once it was measured
         return self.network.known
 
-    @property
-    def _control(self) -> Group:
-        return self.runner.lanes.control
-
-    @property
-    def _steps_done(self) -> int:
-        return self.runner.timer.steps_done
-
     def _kinds_for_warm_up(self) -> list[str]:
         return warm_up_kinds(self.options.kinds, self.collectives, self.runner.parameters)
 
     def _warn(self, text: str) -> None:
         """Log a warning on rank 0; not by ``warnings``, which under -W error would stop this rank alone."""
-        if text and dist.get_rank(self._control) == 0:
+        if text and dist.get_rank(self.runner.control) == 0:
             log.warning("anabranch: %s", text)
 
 

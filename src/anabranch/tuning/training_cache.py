@@ -70,20 +70,6 @@ class TrainingCache:
             shape, dtype = "x".join(map(str, tensors[0].shape)), str(tensors[0].dtype).removeprefix("torch.")
             self._input = f"{shape} {dtype}"
 
-    def read(self, control: Group, max_lanes: int) -> CachedChoice | None:
-        """Rank 0's cached choice, on every rank, or None on all of them. Collective on ``control``, after a forward.
-
-        A choice that needs more than ``max_lanes`` lanes, or does not fit the parameters, is ignored.
-        """
-        found = self._agreed(control, max_lanes)
-        return found.choice if found is not None else None
-
-    def read_newest(self, control: Group, max_lanes: int) -> CachedChoice | None:
-        """The same before the first forward, when the batch is not known: the newest choice for any batch."""
-        found = self._agreed(control, max_lanes, any_input=True)
-        self._newest_input = found.key.input if found is not None else None
-        return found.choice if found is not None else None
-
     @property
     def newest_fits(self) -> bool:
         """Whether the newest choice, if there was one, is for the batch of this rank's first forward."""
@@ -93,8 +79,18 @@ class TrainingCache:
     def _input_line(self) -> str:
         return f"input {self._input}"
 
-    def _agreed(self, control: Group, max_lanes: int, any_input: bool = False) -> Entry | None:
-        """The entry that rank 0 reads, if it fits on every rank; ``any_input``: the newest, whatever its input."""
+    def read(self, control: Group, max_lanes: int, any_input: bool = False) -> CachedChoice | None:
+        """Rank 0's cached choice, on every rank, or None on all of them. Collective on ``control``, after a forward.
+
+        ``any_input``: before the first forward, when the batch is not known, the newest choice for any batch. A choice
+        that needs more than ``max_lanes`` lanes, or does not fit the parameters of some rank, is ignored.
+        """
+        entry = self._agreed(control, max_lanes, any_input)
+        if any_input:
+            self._newest_input = entry.key.input if entry is not None else None
+        return entry.choice if entry is not None else None
+
+    def _agreed(self, control: Group, max_lanes: int, any_input: bool) -> Entry | None:
         key = self._key = self._complete_key(control)
         check = partial(self._check, max_lanes=max_lanes)
         entry = None

@@ -17,9 +17,7 @@ from anabranch.exchange.groups import keep_all_groups
 from anabranch.observe.metrics import Logger, MetricsFeed
 from anabranch.observe.trace_window import TraceWindow
 from anabranch.tuning.explain import explanation
-from anabranch.tuning.graph_cuts import Graphs
 from anabranch.tuning.options import TuningOptions
-from anabranch.tuning.policy import TuningPolicy
 from anabranch.tuning.runner import Layout
 from anabranch.tuning.training_cache import TrainingCache
 from anabranch.tuning.tuner import Agree, Tuner
@@ -41,24 +39,24 @@ class Tuned:
     _no_plan_reason = ""  # why there is nothing to plan
     _collectives: Collectives | None = None  # also with one rank, which may continue from a checkpoint of several
     _scaler: Scaler | None = None
+    _layout: Any = None  # a ``Layout``; each wrapper has its own class of it
+    _graph_cutter: Any  # ``Graphs``, likewise
+    module: Any
     process_group: dist.ProcessGroup
     _release: "weakref.finalize[..., Any]"
 
     def _start_tuning(
         self,
         options: TuningOptions,
-        policy: TuningPolicy,
         collectives: Collectives,
         parameters: Mapping[str, nn.Parameter],
         make_layout: Callable[[], Layout],
-        module: nn.Module,
         settings: Sequence[str],
         agree_later: Agree | None = None,
-        graphs: Graphs | None = None,
     ) -> Tuner:
         """Start a tuner, which chooses the plans of a layout from now on.
 
-        ``settings`` are the lines of a cached plan's key that are not in ``options``; the last two are the tuner's.
+        ``settings`` are the lines of a cached plan's key that are not in ``options``.
         """
         self._collectives = collectives
         options = replace(options, kinds=collectives.kinds, excluded=collectives.excluded, mixes=collectives.mixes)
@@ -66,9 +64,10 @@ class Tuned:
         options.check_fits(parameters, group.size(), collectives)
         cache = None
         if options.uses_cache:
-            cache = TrainingCache(options, settings, module, parameters, collectives, group)
-        name, layout = type(module).__name__, make_layout()
-        self._tuner = Tuner(layout, group, collectives, options, policy, name, cache, agree_later, graphs)
+            cache = TrainingCache(options, settings, self.module, parameters, collectives, group)
+        name, layout, graphs = type(self.module).__name__, make_layout(), self._graph_cutter
+        self._layout = layout
+        self._tuner = Tuner(layout, group, collectives, options, name, graphs, cache, agree_later)
         self._release = weakref.finalize(self, _release, self._tuner, os.getpid())
         return self._tuner
 
@@ -133,7 +132,7 @@ class Tuned:
         tuner = self._tuner_to_observe("trace_steps()")
         if tuner is not None:
             timer, parameters = tuner.runner.timer, tuner.runner.parameters
-            TraceWindow(first, last, path, force, timer, tuner.current_step, parameters, tuner.control)
+            TraceWindow(first, last, path, force, timer, tuner.current_step, parameters, tuner.runner.control)
 
     def _tuner_to_observe(self, what: str) -> Tuner | None:
         """The tuner, whose timer observers subscribe to; None, with a warning, if there is none."""
@@ -194,7 +193,7 @@ class Tuned:
         Rank 0's call counts; it takes effect at its next decision: within a few steps of a search, else within 60.
         """
         if self._tuner is not None:
-            self._tuner.hold()
+            self._tuner.search.held = True
 
     def _mark_closed(self) -> None:
         if self._collectives is not None:

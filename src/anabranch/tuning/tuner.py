@@ -23,9 +23,8 @@ from anabranch.observe.step_timer import StepContext
 from anabranch.tuning.candidates import may_run
 from anabranch.tuning.decisions import Candidate, drift
 from anabranch.tuning.explain import Findings
-from anabranch.tuning.graph_cuts import Graphs, NotCompiled, parts_of
+from anabranch.tuning.graph_cuts import Graphs, parts_of
 from anabranch.tuning.options import TuningOptions
-from anabranch.tuning.policy import TuningPolicy
 from anabranch.tuning.runner import Layout, PlanRunner
 from anabranch.tuning.search import FROZEN, Schedule, Search, steps
 from anabranch.tuning.training_cache import TrainingCache
@@ -46,13 +45,13 @@ NOT_FASTER = "no plan was clearly faster"
 
 
 class Tuner:
-    """Tunes one DataParallel, which calls ``before_forward`` and ``after_forward``.
+    """Tunes one DataParallel, which calls ``before_forward``; the timer of its runner sees the end of forward.
 
     group        sends gradients
     model_name   is written into traces
+    graphs       that torch.compile makes of the model
     cache        where earlier trainings have kept their choices; None for no cache
     agree_later  compares models and options between ranks, at the end of the first step; None: they have been compared
-    graphs       that torch.compile makes of the model
 
     kept         the result of the last search; None before its end
     """
@@ -63,26 +62,25 @@ class Tuner:
         group: Group,
         collectives: Collectives,
         options: TuningOptions,
-        policy: TuningPolicy,
         model_name: str,
+        graphs: Graphs,
         cache: TrainingCache | None = None,
         agree_later: Agree | None = None,
-        graphs: Graphs | None = None,
     ) -> None:
         self.collectives = collectives
         self.runner = PlanRunner(layout, group, collectives, self._step_ended)
         self.kept: Trial | None = None
         self.replan_requested = False
-        self._policy = policy
+        self._policy = options.policy
         self._cache = cache
         self._agree_later = agree_later
-        self._graphs = graphs or NotCompiled()
+        self._graphs = graphs
         self._search_cost_s = 0.0  # of the last search
         self._patience = 1  # number of the first drift check that may start another search
         self._default_step_s: float | None = None  # the last measured step of the layout's own buckets
         self._first_step_at_s: float | None = None
         try:
-            self.search = Search(self.runner, collectives, options, policy, self._graphs, model_name)
+            self.search = Search(self.runner, collectives, options, self._graphs, model_name)
             self._schedule = self._tuning()
             self._advance()
         except BaseException:
@@ -96,29 +94,12 @@ class Tuner:
         if self._cache is not None and inputs:
             self._cache.note_input(*inputs)
         began_s = perf_counter()
-        changes = self.runner.changes_next
         if self._first_step_at_s is None:
             self._first_step_at_s = began_s
             if self._cache is not None and not self._cache.newest_fits:
                 self._graphs.cut_for(None)  # before torch compiles; ranks need not agree on cuts
-        self.runner.before_forward(averaged)
-        if changes:
+        if self.runner.before_forward(averaged):
             self.search.budget.charge(perf_counter() - began_s)
-
-    def after_forward(self, output: object, averaged: bool = True) -> None:
-        """Call this with the output of such a forward."""
-        self.runner.timer.forward_ended(output, averaged)
-
-    def hold(self) -> None:
-        """Keep the best layout seen so far and never plan again, from rank 0's next decision on.
-
-        Only rank 0's call counts. It does not communicate.
-        """
-        self.search.held = True
-
-    def stop(self, reason: str) -> None:
-        """The layout in force stays for good; call ``close()`` next."""
-        self.search.stage = f"no longer planning: {reason}"
 
     def close(self) -> None:
         """Release hooks, threads and groups."""
@@ -130,19 +111,9 @@ class Tuner:
     # Read by observers and explain().
 
     @property
-    def stage(self) -> str:
-        """What is done now, for explain()."""
-        return self.search.stage
-
-    @property
     def steps_done(self) -> int:
         """The averaged steps of this training, those before a checkpoint that was loaded included."""
         return self.runner.timer.steps_done
-
-    @property
-    def control(self) -> Group:
-        """A group of the same ranks for small messages in host memory, used by nothing else."""
-        return self.runner.lanes.control
 
     def current_step(self) -> StepContext:
         """The step that is running, or that ends now."""
@@ -150,13 +121,13 @@ class Tuner:
         timeline = kept.timeline if kept is not None and plan is not None and kept.plan == plan else None
         predicted_s = self.search.network.predicted_s(self.search.trace, plan)
         communication_s = timeline.communication_s if timeline is not None else None
-        return StepContext(self.steps_done + 1, plan, self.stage, predicted_s, communication_s)
+        return StepContext(self.steps_done + 1, plan, self.search.stage, predicted_s, communication_s)
 
     def findings(self) -> Findings:
         """The results so far."""
         runner, search, kept = self.runner, self.search, self.kept
         return Findings(
-            stage=self.stage,
+            stage=search.stage,
             trace=search.trace,
             network=search.network.known,
             trials=search.trials,
@@ -174,7 +145,7 @@ class Tuner:
     @_disable_dynamo
     def _step_ended(self) -> None:
         search = self.search
-        began_s, stage = perf_counter(), self.stage
+        began_s, stage = perf_counter(), search.stage
         self.runner.check_loaded()
         self.collectives.residuals.on_step_end()
         if self.runner.stale:
@@ -236,7 +207,7 @@ class Tuner:
             if not why:
                 search.stage = f"running {self.kept.label}, held"
                 return
-            if not true_on_all_ranks(self.runner.trains_the_same(), self.control):
+            if not true_on_all_ranks(self.runner.trains_the_same(), self.runner.control):
                 break
             yield from self._search_again(self.kept, why)
         search.stage = f"no longer planning: {search.failure or FROZEN}"
@@ -245,7 +216,7 @@ class Tuner:
         """Run the user's plan, whatever its step time."""
         search = self.search
         assert isinstance(search.options.plan, Plan)  # with_plan_loaded() has replaced a path
-        plan = agree_on(Plan, search.options.plan, self.control)
+        plan = agree_on(Plan, search.options.plan, self.runner.control)
         search.network.agree_on_given()
         search.stage = "running the plan it was given"
         self.runner.use_plan(plan)
@@ -259,7 +230,7 @@ class Tuner:
 
     def _begin_with_newest(self, cache: TrainingCache) -> None:
         """Run what an earlier training chose from the first step on, in the hope that its batch was the same."""
-        if cached := cache.read_newest(self.control, self.runner.lanes.max_lanes):
+        if cached := cache.read(self.runner.control, self.runner.lanes.max_lanes, any_input=True):
             self._graphs.cut_for(cached.parts)  # at once, and once
             if cached.plan is not None and may_run(cached.plan, self.steps_done, self.collectives):
                 self.runner.use_plan(cached.plan)
@@ -267,7 +238,7 @@ class Tuner:
     def _run_cached_choice(self) -> Schedule[bool]:
         """Run what an earlier training chose, and time some steps of it; whether they took as long as then."""
         search = self.search
-        cached = self._cache.read(self.control, self.runner.lanes.max_lanes) if self._cache is not None else None
+        cached = self._cache.read(self.runner.control, self.runner.lanes.max_lanes) if self._cache is not None else None
         if cached is None:
             self.runner.use_plan(None)  # the newest choice was for another batch
             self._graphs.cut_for(None)
@@ -335,7 +306,7 @@ class Tuner:
             yield from self._watched(self._policy.drift_check_steps)
             if found is not None and found():
                 self.replan_requested = False
-                why = from_rank_0(why.encode(), self.control).decode()
+                why = from_rank_0(why.encode(), self.runner.control).decode()
                 return "" if why == HELD else why
             windows.append(self._last_window())
             del windows[USUAL_WINDOWS:-RECENT_WINDOWS]
@@ -343,7 +314,7 @@ class Tuner:
             moved = drift(windows[:-RECENT_WINDOWS], windows[-RECENT_WINDOWS:], self._policy)
             affordable = checks >= self._patience and self.search.budget.left_s >= self._search_cost_s
             why = self._why_search(moved if affordable else None)
-            found = number_of_rank_0(bool(why), self.control)
+            found = number_of_rank_0(bool(why), self.runner.control)
 
     def _last_window(self) -> tuple[float, ...]:
         """Seconds of the steps since the last check."""
@@ -388,6 +359,6 @@ class Tuner:
         reason = f"planning failed ({failure})" if failure else reason
         what = f"{search.default_label}: {reason}" if best.plan is None else best.label
         search.stage = f"running {what}{origin}"
-        if dist.get_rank(self.control) == 0:
+        if dist.get_rank(self.runner.control) == 0:
             tried = ", ".join(f"{trial.label} {trial.step_s * 1e3:.2f} ms" for trial in search.trials)
-            log.info("anabranch: %s (%s). %s", self.stage, tried, search.budget.summary())
+            log.info("anabranch: %s (%s). %s", search.stage, tried, search.budget.summary())

@@ -15,7 +15,7 @@ from anabranch import planning as planners
 from anabranch.exchange.bucket_launcher import BucketLauncher
 from anabranch.tuning.calibration import CalibratedNetwork
 from anabranch.tuning.decisions import Comparison, Pairs
-from anabranch.tuning.policy import TuningPolicy
+from anabranch.tuning.options import TuningPolicy
 from anabranch.tuning.search import HELD_EARLY
 from anabranch.tuning.trial import Trial
 from anabranch.values.kinds.names import kind_of

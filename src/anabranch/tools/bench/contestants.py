@@ -17,8 +17,8 @@ from anabranch.ddp.reducer import unwrap
 from anabranch.parallel import DataParallel
 from anabranch.tools.bench.zoo import Step
 from anabranch.tools.report.documents import BASELINE, COMPUTE
-from anabranch.tuning.policy import DEFAULT_POLICY
-from anabranch.tuning.predictions import predicted_s
+from anabranch.tuning.options import DEFAULT_POLICY
+from anabranch.tuning.trial import predicted_s
 from anabranch.values.network import Network
 from anabranch.values.plan import Plan
 from anabranch.values.trace import Trace

@@ -31,8 +31,8 @@ from anabranch.tools.bench.sharded import sharded_contestants
 from anabranch.tools.bench.workload import Workload
 from anabranch.tools.bench.zoo import Step
 from anabranch.tools.report.documents import BASELINE, COMPUTE, OURS, Benchmark
-from anabranch.tuning.policy import TuningPolicy
-from anabranch.tuning.predictions import predicted_s
+from anabranch.tuning.options import TuningPolicy
+from anabranch.tuning.trial import predicted_s
 from anabranch.values.errors import AnabranchError
 from anabranch.values.kinds.names import EVERY_ELEMENT
 from anabranch.values.network import Network

@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_leaves
 
 from anabranch.exchange.agreement import true_on_all_ranks
 from anabranch.exchange.compression import Compress
-from anabranch.observe.loggers import JsonLines
+from anabranch.observe.metrics import JsonLines
 from anabranch.parallel import DataParallel
 from anabranch.tools.bench.contestants import Contestant, reference_contestants
 from anabranch.tools.bench.race import RaceSettings, race_all
@@ -35,7 +35,7 @@ from anabranch.tools.bench.zoo import Step
 from anabranch.tools.demo.text import CharTransformer, StandardLibrary
 from anabranch.tools.report.documents import BASELINE, OURS, Benchmark, DemoTraining
 from anabranch.tuning.explain import in_short
-from anabranch.tuning.predictions import prediction_s
+from anabranch.tuning.trial import prediction_s
 from anabranch.values.files import save
 from anabranch.values.kinds.options import OkTopk
 
