@@ -33,6 +33,11 @@ RING, MIB = AlphaBeta("ring", 1e-5, 1e-9), 2**20
 EACH = pytest.mark.parametrize("kind", COMPRESSED)
 
 
+def messages_of(kind: str) -> Exchange:
+    """The exchange, if it computed nothing."""
+    return replace(quantised_exchange(kind), computing=NOTHING)
+
+
 @pytest.mark.parametrize("kind", FORMATS)
 @pytest.mark.parametrize(("ranks", "numel"), [(2, 4096), (3, 5000), (4, 129), (16, 20_000)])
 def test_the_formula_is_what_virtual_ranks_count(kind: str, ranks: int, numel: int) -> None:
