@@ -6,7 +6,7 @@ import torch
 import anabranch as ab
 from anabranch.observe.recorder import record
 from anabranch.tools.bench import replay
-from anabranch.tools.bench.replay import LONGEST_VECTOR, ReplayedModel
+from anabranch.tools.bench.workload import LONGEST_VECTOR, ReplayedModel
 
 
 def trace(*ready_s: float, itemsize: int = 4) -> ab.Trace:

@@ -19,8 +19,8 @@ from anabranch.tools.cli import network_text
 from anabranch.tools.cli.main import main
 from anabranch.tools.cli.memory import estimator_of
 from anabranch.tools.predict.scaling.compression import priced
+from anabranch.tools.predict.scaling.prediction import sweep
 from anabranch.tools.predict.scaling.result import Scaling
-from anabranch.tools.predict.scaling.sweep import sweep
 from anabranch.tools.report.comparison import MEANING
 from anabranch.values.kinds import fidelity
 from anabranch.values.kinds.names import COMPRESSED

@@ -27,7 +27,6 @@ DEFAULT_RANKS = 4
 DEFAULT_DENSITY = 0.01
 SHARDED_ASSUMPTION = "units of fsdp2 and hsdp are the parameters with the same number in their names"
 AUTO_AS = "auto in the memory of int4, its least faithful kind, which keeps a residual"
-CLIPPED = "lean holds averages until the norm over all gradients is known"
 
 Optimizer = Literal["sgd", "momentum", "adamw"]  # by its state: none, one number per parameter, or two
 Activations = Literal["keep", "recompute"]
@@ -58,9 +57,6 @@ def memory(
     precision: Annotated[Precision, Option(help="bf16: under autocast.")] = "fp32",
     within: Annotated[str | None, WITHIN] = None,
     network: Annotated[str | None, NETWORK] = None,
-    clips: Annotated[
-        bool, Option("--clip-norm", help="Count averages that Lean(clip_norm=...) holds until backward ends.")
-    ] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Predict peak memory by kind of object: for DDP, compressed exchanges and Lean; the largest batch that fits."""
@@ -69,7 +65,7 @@ def memory(
     exchanges, oktopk = _asked(compress or [OKTOPK])
     density = float(oktopk.density)
     ranks, node = ranks or (links.world_size if links else DEFAULT_RANKS), _ranks_per_node(links, shardings)
-    setting = Setting(ranks, density, None, clips, options=oktopk, ranks_per_node=node)
+    setting = Setting(ranks, density, options=oktopk, ranks_per_node=node)
     from anabranch.tools.report.documents import MemoryDocument, MemoryMode
     from anabranch.tools.report.memory import memory_report
 
@@ -170,11 +166,10 @@ def _ranks_per_node(network: "Network | None", sharded: Sequence[str]) -> int | 
 
 
 def _about(exchanges: Sequence[str], setting: Setting, sharded: Sequence[str]) -> list[str]:
-    """What is assumed of exchanges, of clipping and of the sharded modes."""
+    """What is assumed of exchanges and of the sharded modes."""
     said = {
         f"Ok-Topk sends values as {setting.options.wire}": setting.options.wire != "fp32",
         AUTO_AS: AUTO in exchanges,
-        CLIPPED: setting.clips,
         SHARDED_ASSUMPTION: bool(sharded),
     }
     if setting.ranks_per_node is not None and any(sharding_mode(name).nodes for name in sharded):

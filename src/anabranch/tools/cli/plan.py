@@ -14,9 +14,14 @@ from anabranch.tools.cli import arguments
 from anabranch.tools.cli.options import ForceOption, JsonOption, NetworkOption, TraceOption
 from anabranch.tools.cli.output import check_free, print_document, progress
 from anabranch.tools.network_presets import NO_SPREAD, NetworkRange
-from anabranch.tools.predict.scaling.compression import Compression, as_sent, compressed_strategies, priced
+from anabranch.tools.predict.scaling.compression import (
+    Compression,
+    Planner,
+    as_sent,
+    compressed_strategies,
+    priced,
+)
 from anabranch.tools.predict.scaling.result import DDP_DEFAULT
-from anabranch.tools.predict.scaling.sweep import Planner
 from anabranch.values.files import save, write_text
 from anabranch.values.kinds.fidelity import by_fidelity, error_of_plan
 from anabranch.values.kinds.names import AUTO, COMPRESSED, kind_of

@@ -1,6 +1,6 @@
 """Strategies with compressed buckets: their planners, the cost of their buckets at any world size, the assumptions."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
@@ -9,7 +9,6 @@ from anabranch.planning.ladder import least_lossy
 from anabranch.planning.merge import compressed_if_faster
 from anabranch.planning.prices import Exchange, quantised_exchange, sparse_exchange
 from anabranch.tools.predict.scaling.result import Kind
-from anabranch.tools.predict.scaling.sweep import Planner
 from anabranch.values.kinds.fidelity import error_of, ladder
 from anabranch.values.kinds.formats import ENTRY_NBYTES
 from anabranch.values.kinds.names import (
@@ -34,6 +33,7 @@ AS_FP32 = (
     "Sparse buckets are taken to send 8 bytes an entry, as fp32: a plan does not say OkTopk's wire. Where they were "
     "not measured, they cost that."
 )
+Planner = Callable[[Trace, Network], Plan]
 LEAN = "lean"  # sends the messages of Ok-Topk, or of the kind behind the colon, from an engine that holds less memory
 
 

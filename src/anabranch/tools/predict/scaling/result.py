@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, NamedTuple
 
 from anabranch.values.checks import STRICT, check_seconds
 from anabranch.values.kinds.names import COMPRESSED
@@ -57,6 +57,15 @@ class ScalePoint:
             return self.efficiency, self.efficiency
         ideal_s = self.efficiency * self.iteration_s
         return ideal_s / self.iteration_high_s, ideal_s / self.iteration_low_s
+
+
+class Ran(NamedTuple):
+    """What a strategy did at one world size: its buckets and lanes, its step on each of the networks, and its error."""
+
+    buckets: int
+    lanes: int
+    steps_s: list[float]
+    error: float | None = None
 
 
 Curves = Mapping[str, Mapping[int, ScalePoint]]  # strategy -> world size -> point
