@@ -1,6 +1,6 @@
 """anabranch memory: predicted peak memory of every mode of training, and the largest batch that fits."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -66,6 +66,7 @@ def memory(
     density = float(oktopk.density)
     ranks, node = ranks or (links.world_size if links else DEFAULT_RANKS), _ranks_per_node(links, shardings)
     setting = Setting(ranks, density, options=oktopk, ranks_per_node=node)
+    from anabranch.tools.predict.memory.estimator import MAX_BATCH
     from anabranch.tools.report.documents import MemoryDocument, MemoryMode
     from anabranch.tools.report.memory import memory_report
 
@@ -76,7 +77,9 @@ def memory(
         assumptions = [*estimator.assumptions, *_about(exchanges, setting, shardings)]
         if limit_nbytes is not None:
             batches = {mode: estimator.largest_batch(mode, setting, limit_nbytes) for mode in footprints}
-            assumptions += _limits(batches)
+            assumptions.append(f"{FRAGMENTATION:.0%} of the memory is lost between torch's blocks")
+            if max(batches.values()) == MAX_BATCH:
+                assumptions.append(f"no batch above {MAX_BATCH} was looked at")
     document = MemoryDocument(
         model=model,
         batch_size=batch_size,
@@ -176,11 +179,3 @@ def _about(exchanges: Sequence[str], setting: Setting, sharded: Sequence[str]) -
         nodes = setting.ranks // setting.ranks_per_node
         said[f"hsdp: {nodes} nodes of {setting.ranks_per_node} ranks, each with one copy of the model"] = True
     return [words for words, applies in said.items() if applies]
-
-
-def _limits(batches: Mapping[str, int]) -> list[str]:
-    """What the search for the largest batches assumes."""
-    from anabranch.tools.predict.memory.estimator import MAX_BATCH
-
-    limits = [f"{FRAGMENTATION:.0%} of the memory is lost between torch's blocks"]
-    return [*limits, f"no batch above {MAX_BATCH} was looked at"] if max(batches.values()) == MAX_BATCH else limits

@@ -1,11 +1,10 @@
 """Scaling: the result of a sweep over world sizes, networks and strategies, with bands."""
 
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal, NamedTuple
 
-from anabranch.values.checks import STRICT, check_seconds
+from anabranch.values.checks import STRICT, check_seconds, repeated
 from anabranch.values.kinds.names import COMPRESSED
 
 Basis = Literal["weak", "strong"]
@@ -142,7 +141,7 @@ class Scaling:
             ("network", [n.name for n in self.networks]),
             ("strategy", [s.name for s in self.strategies]),
         ):
-            if twice := next((name for name, times in Counter(names).items() if times > 1), None):
+            if twice := repeated(names):
                 raise ValueError(f"a scaling has the {what} {twice!r} twice: expected a name of its own for each")
         sizes = self.world_sizes
         places = len(self.networks) * len(sizes) * len(self.strategies)
