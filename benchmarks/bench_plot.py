@@ -54,8 +54,9 @@ def bench_plot(benchmarks: Sequence[Benchmark]) -> bytes:
     axes.margins(x=0.12)
     axes.spines[["top", "right"]].set_visible(False)
     figure.legend(loc="outside lower center", ncols=3, frameon=False, fontsize=9)
-    first = benchmarks[0]
-    where = ", ".join(filter(None, (f"{first.ranks} workers: {first.network}", first.facts.get("device"))))
+    first, facts = benchmarks[0], benchmarks[0].facts
+    network = facts.get("network", "as it is")
+    where = ", ".join(filter(None, (f"{first.ranks} workers: {network}", facts.get("device"))))
     figure.suptitle(plain(where), fontsize=11, parse_math=False)
     return svg_of(figure)
 

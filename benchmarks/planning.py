@@ -13,7 +13,7 @@ import numpy as np
 import anabranch as ab
 from anabranch.planning import PLANNERS
 from anabranch.planning.simulator import finish_s
-from anabranch.tools.predict.scaling.sweep import sweep
+from anabranch.tools.predict.scaling.prediction import sweep
 
 KIB = 1 << 10
 

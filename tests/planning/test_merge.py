@@ -2,7 +2,6 @@
 
 import random
 
-import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
@@ -170,15 +169,6 @@ def test_several_dtypes_never_lose_to_the_published_rule() -> None:
         assert finish_s(trace, best, network) <= finish_s(trace, rule, network) * ROUNDING
 
 
-def test_several_dtypes_under_a_cap_never_lose_to_a_fixed_plan_under_it() -> None:
-    rng = random.Random(5)
-    for _ in range(100):
-        trace, network = random_kinds(rng)
-        best = planners.optimal(trace, network, cap_nbytes=1 << 20)
-        fixed = planners.by_bytes(trace, network, cap_nbytes=1 << 20, closes="before")
-        assert finish_s(trace, best, network) <= finish_s(trace, fixed, network) * ROUNDING
-
-
 def test_another_collective() -> None:
     trace = of_layers([4, 3, 1], [1, 1, 4])
     network = Network(2, {"dense": Curve.linear(4, 1), "sparse": Curve.linear(0, 1)})
@@ -186,8 +176,3 @@ def test_another_collective() -> None:
     assert {bucket.collective for bucket in plan.buckets} == {"sparse"}
     assert finish_s(trace, plan, network) == 9
     assert {bucket.collective for bucket in planners.optimal(trace, network).buckets} == {"dense"}
-
-
-def test_optimal_refuses() -> None:
-    with pytest.raises(ValueError, match="cap_nbytes"):
-        planners.optimal(of_layers([1], [1]), Network.linear(2, 1, 1), cap_nbytes=0)

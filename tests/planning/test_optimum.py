@@ -11,23 +11,17 @@ from anabranch import Curve, CurvePoint, Network, Plan, TensorSpec, Trace
 from anabranch import planning as planners
 from anabranch.planning import merge as optimum
 from anabranch.planning.simulator import finish_s
-from oracles import Best, all_cuts, allowed, brute_force, naive_dp
+from oracles import Best, all_cuts, brute_force, naive_dp
 from shorthand import trace_of
 from strategies import curves, linear_curves, stepped_curves, traces, whole_traces
 
-caps = st.one_of(st.none(), st.integers(1, 40), st.integers(1, 1 << 22))
 
-
-def check(trace: Trace, curve: Curve, want: Best, cap_nbytes: int | None = None) -> None:
+def check(trace: Trace, curve: Curve, want: Best) -> None:
     network = Network(8, {"dense": curve})
-    plan = planners.optimal(trace, network, cap_nbytes)
+    plan = planners.optimal(trace, network)
     assert finish_s(trace, plan, network) == pytest.approx(want.finish_s, rel=1e-9, abs=1e-12)
     assert len(plan) == want.buckets
     assert [name for bucket in plan.buckets for name in bucket.names] == [t.name for t in trace.tensors]
-    if cap_nbytes is not None:
-        size = {t.name: t.nbytes for t in trace.tensors}
-        for bucket in plan.buckets:
-            assert len(bucket.names) == 1 or sum(size[name] for name in bucket.names) <= cap_nbytes
 
 
 def whole_curve(rng: random.Random) -> Curve:
@@ -47,22 +41,20 @@ def test_whole_numbers_with_many_ties(seed: int) -> None:
         count = rng.randint(1, 9)
         ready = list(accumulate(rng.choice([0, 0, 1, 2, 5]) for _ in range(count)))
         trace = trace_of([TensorSpec(str(i), rng.randint(0, 6), 1, float(r)) for i, r in enumerate(ready)], 0.0)
-        curve, cap = whole_curve(rng), rng.choice([None, 1, 5, 12])
-        check(trace, curve, brute_force(trace, curve, cap), cap)
+        curve = whole_curve(rng)
+        check(trace, curve, brute_force(trace, curve))
 
 
 @settings(max_examples=200)
 @example(
-    trace_of([TensorSpec("0", 1, 4, 0.0), TensorSpec("1", 0, 4, 1e-9)], 0.0), Curve.linear(0.0, 1.0), None, 1.0
+    trace_of([TensorSpec("0", 1, 4, 0.0), TensorSpec("1", 0, 4, 1e-9)], 0.0), Curve.linear(0.0, 1.0), 1.0
 )  # two messages are earlier than one, by little
-@given(traces(), linear_curves(), caps, st.one_of(st.floats(1e-6, 3), st.integers(1, 5).map(float)))
-def test_messages_that_delay_what_is_computed_after_them(
-    trace: Trace, curve: Curve, cap: int | None, delay_s: float
-) -> None:
+@given(traces(), linear_curves(), st.one_of(st.floats(1e-6, 3), st.integers(1, 5).map(float)))
+def test_messages_that_delay_what_is_computed_after_them(trace: Trace, curve: Curve, delay_s: float) -> None:
     network = Network(8, {"dense": curve}, delays={"dense": delay_s})
-    plans = [Plan.from_cuts(trace, cuts) for cuts in all_cuts(len(trace)) if allowed(trace, cuts, cap)]
+    plans = [Plan.from_cuts(trace, cuts) for cuts in all_cuts(len(trace))]
     least = min(finish_s(trace, plan, network) for plan in plans)
-    found = planners.optimal(trace, network, cap)
+    found = planners.optimal(trace, network)
     assert finish_s(trace, found, network) == pytest.approx(least, rel=1e-9, abs=1e-12)
     # Plans that finish within rounding of each other may count as equal, and those far enough apart never do.
     fewest = [min(len(p) for p in plans if finish_s(trace, p, network) <= least * (1 + near)) for near in (1e-9, 1e-13)]
@@ -77,15 +69,15 @@ def test_more_gradients_than_can_be_priced_one_by_one_are_planned_all_the_same()
 
 
 @settings(max_examples=150)
-@given(traces(), linear_curves(), caps)
-def test_lines(trace: Trace, curve: Curve, cap: int | None) -> None:
-    check(trace, curve, brute_force(trace, curve, cap), cap)
+@given(traces(), linear_curves())
+def test_lines(trace: Trace, curve: Curve) -> None:
+    check(trace, curve, brute_force(trace, curve))
 
 
 @settings(max_examples=250)
-@given(traces(max_numel=5000), stepped_curves(), caps)
-def test_steps_flats_and_jumps(trace: Trace, curve: Curve, cap: int | None) -> None:
-    check(trace, curve, brute_force(trace, curve, cap), cap)
+@given(traces(max_numel=5000), stepped_curves())
+def test_steps_flats_and_jumps(trace: Trace, curve: Curve) -> None:
+    check(trace, curve, brute_force(trace, curve))
 
 
 @settings(max_examples=100)
@@ -105,14 +97,13 @@ SHAPES = {
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("cap", [None, 1 << 18])
-def test_three_hundred_tensors(shape: str, cap: int | None) -> None:
+def test_three_hundred_tensors(shape: str) -> None:
     curve = Curve.through(SHAPES[shape])
     rng = random.Random(shape)
     for gap_s in (0.0, 1e-4, 2e-3):
         ready = list(accumulate(rng.random() * gap_s for _ in range(300)))
         trace = trace_of([TensorSpec(str(i), rng.randrange(1, 20_000), 4, r) for i, r in enumerate(ready)], 0.0)
-        check(trace, curve, naive_dp(trace, curve, cap), cap)
+        check(trace, curve, naive_dp(trace, curve))
 
 
 def test_equal_layers_at_three_hundred() -> None:
@@ -128,10 +119,6 @@ def test_by_hand() -> None:
     trace = trace_of([TensorSpec(str(i), 4, 1, float(i)) for i in range(4)], 0.0)
     free = Network.linear(2, 0, 0)
     assert len(planners.optimal(trace, free)) == 1  # all plans finish with backward: fewest buckets
-    assert len(planners.optimal(trace, free, cap_nbytes=8)) == 2
-    assert len(planners.optimal(trace, free, cap_nbytes=7)) == 4
-    one = Trace(trace.tensors[:1], 0.0)
-    assert len(planners.optimal(one, free, cap_nbytes=1)) == 1  # a larger tensor travels by itself
 
 
 def test_a_steep_jump_and_many_bytes() -> None:
@@ -156,5 +143,4 @@ def test_steep_jumps_at_random(seed: int) -> None:
         ready = accumulate(rng.random() * rng.choice([0, 1e-6, 1e-3]) for _ in range(count))
         sizes = [rng.choice([switch, switch, switch // 2 + 1, 10**9, 10**12]) for _ in range(count)]
         trace = trace_of([TensorSpec(str(i), n, 1, r) for i, (n, r) in enumerate(zip(sizes, ready, strict=True))])
-        cap = rng.choice([None, None, 2 * switch, 10**10])
-        check(trace, curve, naive_dp(trace, curve, cap), cap)
+        check(trace, curve, naive_dp(trace, curve))

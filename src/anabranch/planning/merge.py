@@ -70,33 +70,26 @@ def mgwfbp(trace: Trace, network: Network) -> Plan:
     return published(trace, start_s, s_per_byte, patience_s=start_s)
 
 
-def optimal(trace: Trace, network: Network, cap_nbytes: int | None = None, collective: str = "dense") -> Plan:
+def optimal(trace: Trace, network: Network, collective: str = "dense") -> Plan:
     """The plan of consecutive buckets on one lane that finishes first; among equals, the one with fewest buckets.
 
     Exact for every network (any curve that never falls; with delays for up to 1024 gradients), by dynamic programming
-    (``best_cuts``); with ``cap_nbytes`` exact among plans whose buckets hold at most that much (a larger tensor
-    still travels, by itself).
+    (``best_cuts``).
 
     Several dtypes cannot share a bucket. Each is then planned exactly as if it had the network to itself, and a fixed
     plan replaces the result where the simulator finds that better: good, but not proven best.
     """
-    if cap_nbytes is not None and cap_nbytes < 1:
-        raise ValueError(f"cap_nbytes is {cap_nbytes}: expected at least 1")
     segments, delay_s = network.curve(collective).segments(), network.delay_s(collective)
     parts: list[Sequence[TensorSpec]] = []
     kinds = trace.by_kind()
     for tensors in kinds:
         nbytes = [tensor.cost_nbytes(collective) for tensor in tensors]
-        cuts = best_cuts([tensor.ready_s for tensor in tensors], nbytes, segments, cap_nbytes, delay_s)
+        cuts = best_cuts([tensor.ready_s for tensor in tensors], nbytes, segments, delay_s)
         parts += runs(tensors, cuts)
     best = using(in_ready_order(trace, parts), collective)
     if len(kinds) == 1:
         return best
-    others = [per_tensor(trace, network)]
-    if cap_nbytes is None:
-        others += [single(trace, network), by_bytes(trace, network), mgwfbp(trace, network)]
-    else:
-        others.append(by_bytes(trace, network, cap_nbytes, closes="before"))
+    others = [planner(trace, network) for planner in (per_tensor, single, by_bytes, mgwfbp)]
     return min([best, *(using(other, collective) for other in others)], key=lambda plan: finish_s(trace, plan, network))
 
 
@@ -152,11 +145,7 @@ def compressed_if_faster(trace: Trace, network: Network, collective: str, dense:
 
 
 def best_cuts(
-    ready_s: Sequence[float],
-    nbytes: Sequence[int],
-    segments: Sequence[Segment],
-    cap_nbytes: int | None = None,
-    delay_s: float = 0.0,
+    ready_s: Sequence[float], nbytes: Sequence[int], segments: Sequence[Segment], delay_s: float = 0.0
 ) -> list[int]:
     """Where to open new buckets, so that the last one finishes first, with as few buckets as that allows.
 
@@ -165,7 +154,7 @@ def best_cuts(
     """
     if delay_s and len(ready_s) > MOST_DELAYED:
         segments, delay_s = [one._replace(seconds=one.seconds + delay_s) for one in segments], 0.0
-    problem = _Problem(ready_s, nbytes, segments, cap_nbytes)
+    problem = _Problem(ready_s, nbytes, segments)
     return problem.delayed(delay_s) if delay_s else problem.fewest(problem.earliest())
 
 
@@ -186,22 +175,15 @@ class CostLines:
 class _Problem(CostLines):
     """Ready times, prefix sums and cost curve as arrays, for both recurrences."""
 
-    def __init__(
-        self, ready_s: Sequence[float], nbytes: Sequence[int], segments: Sequence[Segment], cap: int | None
-    ) -> None:
+    def __init__(self, ready_s: Sequence[float], nbytes: Sequence[int], segments: Sequence[Segment]) -> None:
         super().__init__(segments)
         self.n = len(ready_s)
         self.ready = np.array([0.0, *ready_s])
         self.total = np.concatenate(([0], np.cumsum(np.array(nbytes, dtype=np.int64))))
-        # The first cut that a bucket ending at i may have under the cap; a tensor may always travel by itself.
-        self.least = np.zeros(self.n + 1, dtype=np.int64)
-        if cap is not None:
-            within = np.searchsorted(self.total, self.total - cap, side="left")
-            self.least = np.minimum(within, np.maximum(np.arange(self.n + 1) - 1, 0))
 
     def earliest(self) -> float:
         """f[n], by the recurrence with monotone queues, in plain numbers: faster than arrays at this grain."""
-        ready, total, least = self.ready.tolist(), self.total.tolist(), self.least.tolist()
+        ready, total = self.ready.tolist(), self.total.tolist()
         lines = list(zip(self.at.tolist(), self.seconds.tolist(), self.slope.tolist(), strict=True))
         ends = [*self.at.tolist()[1:], math.inf]
         queues: list[deque[int]] = [deque() for _ in lines]  # cuts j, rising, and with them f[j] − s·S[j]
@@ -212,12 +194,10 @@ class _Problem(CostLines):
             now, sent = ready[i], total[i]
             while free + 1 < i and f[free + 1] <= now:
                 free += 1
-            best = math.inf
-            if least[i] <= free:
-                size = sent - total[free]
-                start, seconds, slope = lines[bisect_right(lines, size, key=itemgetter(0)) - 1]
-                best = now + seconds + slope * (size - start)
-            oldest = max(free + 1, least[i])
+            size = sent - total[free]
+            start, seconds, slope = lines[bisect_right(lines, size, key=itemgetter(0)) - 1]
+            best = now + seconds + slope * (size - start)
+            oldest = free + 1
             longest = sent - total[oldest] if oldest < i else -1
             for k, (start, seconds, slope) in enumerate(lines):
                 if longest < start:
@@ -248,8 +228,7 @@ class _Problem(CostLines):
         cuts: list[int] = []
         i = self.n
         for before in reversed(layers[:-1]):
-            low = self.least[i]
-            candidates = np.maximum(before[low:i], self.ready[i]) + self.cost(self.total[i] - self.total[low:i])
+            candidates = np.maximum(before[:i], self.ready[i]) + self.cost(self.total[i] - self.total[:i])
             # Of equally good cuts the latest, which leaves the shorter last message.
             i = int(i - 1 - np.argmin(candidates[::-1]))
             if i == 0:
@@ -260,8 +239,8 @@ class _Problem(CostLines):
     def delayed(self, delay_s: float) -> list[int]:
         """The cuts of the plan that finishes first, with fewest buckets, if each delays the gradients after it."""
         size = np.arange(self.n + 1)
-        allowed = (size[:, None] < size[None, :]) & (size[:, None] >= self.least[None, :])  # [j, i]
-        cost = np.where(allowed, self.cost(np.maximum(self.total[None, :] - self.total[:, None], 0)), math.inf)
+        earlier = size[:, None] < size[None, :]  # [j, i]
+        cost = np.where(earlier, self.cost(np.maximum(self.total[None, :] - self.total[:, None], 0)), math.inf)
         layer = np.where(size == 0, 0.0, math.inf)
         layers: list[Ints] = []  # for each c: where the last message of the first i gradients begins
         best, chosen = math.inf, 0
@@ -293,7 +272,7 @@ class _Problem(CostLines):
         high = np.arange(self.n + 1)
         result = []
         for beyond in [*self.at[1:], self.total[-1] + 1]:
-            low = np.maximum(np.searchsorted(self.total, self.total - beyond, side="right"), self.least)
+            low = np.searchsorted(self.total, self.total - beyond, side="right")
             some = np.flatnonzero(low < high)
             result.append((some, low[some], high[some]))
             high = np.minimum(low, high)
@@ -303,8 +282,7 @@ class _Problem(CostLines):
         """f_{c+1} from f_c, for all i at once; the queues' windows become range minima."""
         last = np.maximum(np.arange(self.n + 1) - 1, 0)
         free = np.minimum(np.searchsorted(f, self.ready, side="right") - 1, last)
-        at_once = self.ready + self.cost(self.total - self.total[free])
-        best = np.minimum(f, np.where(self.least <= free, at_once, math.inf))
+        best = np.minimum(f, self.ready + self.cost(self.total - self.total[free]))
         for k, (ends, low, high) in enumerate(windows):
             queued = np.maximum(low, free[ends] + 1)
             some = np.flatnonzero(queued < high)

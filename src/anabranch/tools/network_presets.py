@@ -1,7 +1,7 @@
 """Networks by name, with the source of their costs, and ranges of costs from the lowest to the highest."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal, NamedTuple, Self
 
 from anabranch.values.links import AlphaBeta, TwoLevel
@@ -118,11 +118,6 @@ class NetworkRange:
             return cls(name, network, network, network, source, NO_SPREAD)
         measured = "one measured interquartile range to either side"
         return cls(name, network, network.shifted(-1), network.shifted(+1), source, measured)
-
-    def at(self, world_size: int) -> Self:
-        """The same links with another number of ranks, each of the three carried by itself."""
-        low, middle, high = (network.at(world_size) for network in (self.low, self.middle, self.high))
-        return replace(self, middle=middle, low=low, high=high)
 
     @property
     def extrapolation(self) -> str:

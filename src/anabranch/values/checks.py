@@ -1,6 +1,7 @@
 """Checks that the four nouns share: finite times and sizes, and meta that any JSON reader understands."""
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from math import isfinite
 from typing import Any, Never, Self
 
@@ -37,6 +38,11 @@ def frozen_meta(meta: Mapping[str, Any]) -> Meta:
 
 
 NO_META: Meta = ReadOnly()
+
+
+def repeated(names: Iterable[str]) -> str | None:
+    """The first of the names that is there more than once; None where each is there once."""
+    return next((name for name, times in Counter(names).items() if times > 1), None)
 
 
 def check_seconds(what: str, value: float) -> None:

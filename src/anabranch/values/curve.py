@@ -4,6 +4,7 @@ from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from statistics import linear_regression
 from typing import ClassVar, NamedTuple, Self
 
 from anabranch.values.checks import MAX_SECONDS, STRICT, check_nbytes, check_seconds
@@ -95,20 +96,19 @@ class Curve:
         at = bisect_right(self.points, nbytes, key=lambda point: point.nbytes) - 1
         if at < 0:
             return self.start_s
-        low = self.points[at]
-        if at + 1 == len(self.points):
-            return low.seconds + self.tail_s_per_byte * (nbytes - low.nbytes)
-        high = self.points[at + 1]
-        return low.seconds + (high.seconds - low.seconds) / (high.nbytes - low.nbytes) * (nbytes - low.nbytes)
+        return self.points[at].seconds + self._slope(at) * (nbytes - self.points[at].nbytes)
 
     def segments(self) -> list[Segment]:
         """The straight lines of the curve, from zero bytes on; the last one has no end."""
         lines = [] if self.points[0].nbytes == 0 else [Segment(0, self.start_s, 0.0)]
-        for low, high in zip(self.points, self.points[1:], strict=False):
-            slope = (high.seconds - low.seconds) / (high.nbytes - low.nbytes)
-            lines.append(Segment(low.nbytes, low.seconds, slope))
-        last = self.points[-1]
-        return [*lines, Segment(last.nbytes, last.seconds, self.tail_s_per_byte)]
+        return lines + [Segment(low.nbytes, low.seconds, self._slope(at)) for at, low in enumerate(self.points)]
+
+    def _slope(self, at: int) -> float:
+        """Seconds per byte from this point on."""
+        if at + 1 == len(self.points):
+            return self.tail_s_per_byte
+        low, high = self.points[at], self.points[at + 1]
+        return (high.seconds - low.seconds) / (high.nbytes - low.nbytes)
 
     def line(self) -> tuple[float, float]:
         """(start_s, s_per_byte) of the straight line nearest to the points, by least squares; neither negative.
@@ -118,12 +118,8 @@ class Curve:
         if len(self.points) == 1:
             only = self.points[0]
             return max(0.0, only.seconds - self.tail_s_per_byte * only.nbytes), self.tail_s_per_byte
-        n = len(self.points)
-        mean_x = sum(p.nbytes for p in self.points) / n
-        mean_y = sum(p.seconds for p in self.points) / n
-        covariance = sum((p.nbytes - mean_x) * (p.seconds - mean_y) for p in self.points)
-        slope = max(0.0, covariance / sum((p.nbytes - mean_x) ** 2 for p in self.points))  # flat, but for rounding
-        return max(0.0, mean_y - slope * mean_x), slope
+        fitted = linear_regression([p.nbytes for p in self.points], [p.seconds for p in self.points])
+        return max(0.0, fitted.intercept), max(0.0, fitted.slope)  # flat, but for rounding
 
     def least_s_per_byte(self, nbytes: int) -> float:
         """The fewest seconds per byte, start-up included, at which any message of up to ``nbytes`` travels."""

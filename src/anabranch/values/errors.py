@@ -1,15 +1,5 @@
 """The errors of this library, so that a program can tell a bad file from a bad plan.
 
-    AnabranchError
-    ├── FileError          a file that cannot be read, understood or (over)written
-    ├── PlanError          a plan that does not fit the gradients it is meant for
-    ├── NetworkError       a network that cannot price what it is asked for
-    ├── DisagreementError  ranks that do not hold the same thing
-    ├── CollectiveError    a message that did not get through
-    ├── UpdateError        an optimizer that failed inside backward, on this rank
-    ├── MissingExtraError  a library that is not installed, or cannot be imported
-    └── LabError           a cluster that cannot be made on this machine
-
 A bad argument is a plain ``ValueError``, as everywhere in Python.
 """
 

@@ -2,13 +2,12 @@
 
 import itertools
 import json
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from hashlib import sha256
 from typing import ClassVar, Self
 
-from anabranch.values.checks import STRICT
+from anabranch.values.checks import STRICT, repeated
 from anabranch.values.errors import PlanError
 from anabranch.values.trace import TensorSpec, Trace
 
@@ -54,10 +53,9 @@ class Plan:
         object.__setattr__(self, "buckets", tuple(self.buckets))
         if not self.buckets:
             raise ValueError("a plan has no buckets: expected at least one")
-        counts = Counter(name for bucket in self.buckets for name in bucket.names)
-        twice = [name for name, count in counts.items() if count > 1]
-        if twice:
-            raise ValueError(f"{twice[0]} is in {counts[twice[0]]} places of the plan: expected exactly one bucket")
+        names = [name for bucket in self.buckets for name in bucket.names]
+        if twice := repeated(names):
+            raise ValueError(f"{twice} is in {names.count(twice)} places of the plan: expected exactly one bucket")
 
     def __len__(self) -> int:
         return len(self.buckets)

@@ -1,12 +1,11 @@
 """What planning a sharded model reads and writes: the trace of a step, a sharding plan, the networks."""
 
 import itertools
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import ClassVar, Self
 
-from anabranch.values.checks import STRICT, Meta, check_nbytes, check_seconds, frozen_meta
+from anabranch.values.checks import STRICT, Meta, check_nbytes, check_seconds, frozen_meta, repeated
 from anabranch.values.errors import PlanError
 from anabranch.values.network import ALL_GATHER, REDUCE_SCATTER, Network
 
@@ -58,8 +57,7 @@ class ShardedTrace:
         object.__setattr__(self, "meta", frozen_meta(self.meta))
         if not self.blocks:
             raise ValueError("a sharded trace has no blocks: expected at least one")
-        counts = Counter(block.name for block in self.blocks)
-        if twice := next((name for name, count in counts.items() if count > 1), None):
+        if twice := repeated(block.name for block in self.blocks):
             raise ValueError(f"{twice} is in the trace twice: a block runs once in a step; leave this one to the rest")
         check_nbytes("the rest: its parameters", self.rest_nbytes)
         check_nbytes("the rest: its gradients", self.rest_gradient_nbytes)
@@ -133,9 +131,8 @@ class ShardingPlan:
             raise ValueError("a sharding plan has no units: expected at least one")
         if type(self.prefetch) is not int or self.prefetch < 1:
             raise ValueError(f"prefetch is {self.prefetch}: expected a number of units from 1 on")
-        counts = Counter(name for unit in self.units for name in unit.names)
-        if twice := next((name for name, count in counts.items() if count > 1), None):
-            raise ValueError(f"{twice} is in {counts[twice]} places of the plan: expected exactly one unit")
+        if twice := repeated(self.names):
+            raise ValueError(f"{twice} is in {self.names.count(twice)} places of the plan: expected exactly one unit")
 
     def __len__(self) -> int:
         return len(self.units)

@@ -1,6 +1,6 @@
 """Timeline: what occupied which track from when to when, predicted or measured."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -78,8 +78,7 @@ class Timeline:
     @property
     def exposed_s(self) -> float:
         """Time during which a lane was busy and nothing was computed: communication that nothing hid."""
-        lanes, compute = union(self.communication), union(self.compute)
-        return max(0.0, _measure(lanes) - sum(_overlaps(lanes, compute)))
+        return max(0.0, _measure(union(self.spans)) - _measure(union(self.compute)))
 
     @property
     def overlap(self) -> float:
@@ -112,18 +111,6 @@ def union(spans: Iterable[Span]) -> list[Interval]:
         else:
             merged.append((start, end))
     return merged
-
-
-def _overlaps(ones: Sequence[Interval], others: Sequence[Interval]) -> Iterator[float]:
-    """The overlaps of two lists of intervals, each disjoint and in order."""
-    first = 0
-    for start, end in ones:
-        while first < len(others) and others[first][1] <= start:
-            first += 1
-        at = first
-        while at < len(others) and others[at][0] < end:
-            yield min(end, others[at][1]) - max(start, others[at][0])
-            at += 1
 
 
 def _measure(intervals: Iterable[Interval]) -> float:

@@ -2,9 +2,10 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import ClassVar, Self
 
-from anabranch.values.checks import STRICT, Meta, check_nbytes, check_positive, check_seconds, frozen_meta
+from anabranch.values.checks import STRICT, Meta, check_nbytes, check_positive, check_seconds, frozen_meta, repeated
 from anabranch.values.kinds.names import DENSE
 
 
@@ -74,17 +75,14 @@ class Trace:
         check_seconds("forward_s", self.forward_s)
         if not self.tensors:
             raise ValueError("a trace has no tensors: expected at least one gradient")
-        seen: set[str] = set()
-        for before, after in zip(self.tensors, self.tensors[1:], strict=False):
+        for before, after in pairwise(self.tensors):
             if after.ready_s < before.ready_s:
                 raise ValueError(
                     f"{after.name} is ready at {after.ready_s} s, before {before.name} at {before.ready_s} s: "
                     "list the tensors in ready order"
                 )
-        for tensor in self.tensors:
-            if tensor.name in seen:
-                raise ValueError(f"{tensor.name} is in the trace twice: names must be unique")
-            seen.add(tensor.name)
+        if twice := repeated(tensor.name for tensor in self.tensors):
+            raise ValueError(f"{twice} is in the trace twice: names must be unique")
         check_nbytes("the whole trace", self.nbytes)
 
     def __len__(self) -> int:

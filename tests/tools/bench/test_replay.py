@@ -5,8 +5,8 @@ import torch
 
 import anabranch as ab
 from anabranch.observe.recorder import record
-from anabranch.tools.bench import replay
-from anabranch.tools.bench.replay import LONGEST_VECTOR, ReplayedModel
+from anabranch.tools.bench import workload
+from anabranch.tools.bench.workload import LONGEST_VECTOR, ReplayedModel
 
 
 def trace(*ready_s: float, itemsize: int = 4) -> ab.Trace:
@@ -38,8 +38,8 @@ def test_it_sleeps_as_long_as_was_recorded(monkeypatch: pytest.MonkeyPatch) -> N
         nonlocal now_s
         now_s += seconds
 
-    monkeypatch.setattr(replay, "perf_counter", lambda: now_s)
-    monkeypatch.setattr(replay, "sleep", sleep)
+    monkeypatch.setattr(workload, "perf_counter", lambda: now_s)
+    monkeypatch.setattr(workload, "sleep", sleep)
     told, seen = trace(0.01, 0.03, 0.03, 0.07), list[tuple[str, float]]()
     model = ReplayedModel(told)
     for name, parameter in model.named_parameters():

@@ -12,7 +12,6 @@ import pytest
 from torch.nn.parallel import DistributedDataParallel
 
 import anabranch as ab
-from anabranch.tools.bench.run import Settings
 from anabranch.tools.cli import demo
 from anabranch.tools.cli.main import main
 from anabranch.tools.demo import train
@@ -30,42 +29,32 @@ from tools.report.demos import demo_document
 from tools.report.run_files import scaling_document
 
 STEPS = 12  # enough to record a trace and to measure the network
-Parts = list[tuple[str, Cluster | None]]
-
-
-def results(part: str, folder: Path, workers: int, steps: int, cluster: Cluster | None) -> dict[str, Any]:
-    """What a part of the demo leaves behind, made up."""
-    document = demo_document()
-    if part == "fast":
-        fast: dict[str, Any] = document["fast"]
-        return fast
-    (folder / "auto.jsonl").write_text('{"step": 1, "loss": 5.0}\n')
-    return {name: document[name] for name in ("parameters", "benchmark", "trainings")}
+Links = list[Cluster | None]
 
 
 @pytest.fixture
-def made_up(monkeypatch: pytest.MonkeyPatch) -> Parts:
-    """Runs nothing; the parts that would have run, with their links."""
-    parts: Parts = []
+def made_up(monkeypatch: pytest.MonkeyPatch) -> Links:
+    """Runs nothing; the links of what would have run."""
+    links: Links = []
 
-    def part(name: str, folder: Path, workers: int, steps: int, cluster: Cluster | None) -> dict[str, Any]:
-        parts.append((name, cluster))
-        return results(name, folder, workers, steps, cluster)
+    def trained(folder: Path, workers: int, steps: int, cluster: Cluster | None) -> dict[str, Any]:
+        links.append(cluster)
+        document = demo_document()
+        (folder / "auto.jsonl").write_text('{"step": 1, "loss": 5.0}\n')
+        return {name: document[name] for name in ("parameters", "benchmark", "trainings")}
 
-    monkeypatch.setattr(demo, "_part", part)
+    monkeypatch.setattr(demo, "_trained", trained)
     monkeypatch.setattr(demo, "_scaling", scaling_document)
     monkeypatch.setattr(preflight, "check", lambda cluster, gpus: None)
-    return parts
+    return links
 
 
 def test_real_links_where_this_machine_allows_them(
-    capsys: pytest.CaptureFixture[str], made_up: Parts, tmp_path: Path
+    capsys: pytest.CaptureFixture[str], made_up: Links, tmp_path: Path
 ) -> None:
     assert main(["demo", "--keep", str(tmp_path / "run")]) == 0
-    slow, fast = [cluster for _, cluster in made_up if cluster is not None]
-    assert [name for name, _ in made_up] == ["slow", "fast"]
-    assert list(slow.rates_bit_s) == [1e8] * 2 and list(fast.rates_bit_s) == [2e9] * 2
-    assert not slow.emulated and not fast.emulated
+    (cluster,) = made_up
+    assert cluster is not None and list(cluster.rates_bit_s) == [1e8] * 2 and not cluster.emulated
     out, err = capsys.readouterr()
     assert "2 hosts, 100 Mbit/s links, network namespaces" in err and "emulated" not in err
     assert "A step with int8 is 2.50× as fast as DDP's here" in out and "437,888 parameters" in out
@@ -74,7 +63,7 @@ def test_real_links_where_this_machine_allows_them(
 
 
 def test_without_rights_links_are_emulated_and_it_is_said(
-    capsys: pytest.CaptureFixture[str], made_up: Parts, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    capsys: pytest.CaptureFixture[str], made_up: Links, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     def refuse(cluster: Cluster, gpus: list[str]) -> None:
         if not cluster.emulated:
@@ -82,7 +71,7 @@ def test_without_rights_links_are_emulated_and_it_is_said(
 
     monkeypatch.setattr(preflight, "check", refuse)
     assert main(["demo", "--keep", str(tmp_path / "run")]) == 0
-    assert all(cluster is not None and cluster.emulated for _, cluster in made_up) and len(made_up) == 2
+    assert [cluster is not None and cluster.emulated for cluster in made_up] == [True]
     err = capsys.readouterr().err
     assert (
         "Not on 2 hosts, 100 Mbit/s links, network namespaces: this machine cannot run the lab: no permission.\n" in err
@@ -93,24 +82,24 @@ def test_without_rights_links_are_emulated_and_it_is_said(
 
 
 def test_where_nothing_can_be_slowed_down(
-    capsys: pytest.CaptureFixture[str], made_up: Parts, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    capsys: pytest.CaptureFixture[str], made_up: Links, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     def refuse(cluster: Cluster, gpus: list[str]) -> None:
         raise LabError("this machine cannot run the lab: it needs Linux")
 
     monkeypatch.setattr(preflight, "check", refuse)
     assert main(["demo", "--keep", str(tmp_path)]) == 0
-    assert made_up == [("slow", None)]
+    assert made_up == [None]
     err = capsys.readouterr().err
     assert err.count("it needs Linux") == 2 and "this machine as it is, without slow links" in err
 
 
-def test_no_slow_links(capsys: pytest.CaptureFixture[str], made_up: Parts, tmp_path: Path) -> None:
+def test_no_slow_links(capsys: pytest.CaptureFixture[str], made_up: Links, tmp_path: Path) -> None:
     assert main(["demo", "--rate", "unshaped", "--keep", str(tmp_path)]) == 0
-    assert made_up == [("slow", None)]
+    assert made_up == [None]
     assert "this machine as it is, without slow links" in capsys.readouterr().err
     page = (tmp_path / "report.html").read_text()
-    assert "Compressed: loss over time" in page and "on a fast link" not in page
+    assert "Compressed: loss over time" in page
 
 
 @pytest.mark.slow
@@ -129,7 +118,7 @@ def test_at_your_size() -> None:
 def code_runs(rank: int) -> list[str]:
     """Whether the code that the page shows makes what the demo trains; the names of those where it does not."""
     different = []
-    for setup in train.ON_SLOW_LINKS:
+    for setup in train.SETUPS:
         names = {"ab": ab, "model": CharTransformer(layers=1), "DistributedDataParallel": DistributedDataParallel}
         shown, ours = eval(setup.code, names), setup.wrap(CharTransformer(layers=1))  # noqa: S307 (our own code)
         kinds = [
@@ -145,14 +134,14 @@ def test_the_code_of_each_setup_is_what_is_trained() -> None:
     assert on_ranks(code_runs, 2) == [[], []]
 
 
-def test_json(capsys: pytest.CaptureFixture[str], made_up: Parts, tmp_path: Path) -> None:
+def test_json(capsys: pytest.CaptureFixture[str], made_up: Links, tmp_path: Path) -> None:
     assert main(["demo", "--keep", str(tmp_path), "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
-    assert document["command"] == "demo" and document["fast"]["rows"] and len(document["trainings"]) == 6
+    assert document["command"] == "demo" and len(document["trainings"]) == 6
     assert document == json.loads((tmp_path / "demo.json").read_text())
 
 
-def test_nothing_of_a_former_run_stays(capsys: pytest.CaptureFixture[str], made_up: Parts, tmp_path: Path) -> None:
+def test_nothing_of_a_former_run_stays(capsys: pytest.CaptureFixture[str], made_up: Links, tmp_path: Path) -> None:
     (tmp_path / "auto_plan.json").write_text("old")
     assert "--force" in error_of(capsys, "demo", "--keep", str(tmp_path)) and not made_up
     assert main(["demo", "--keep", str(tmp_path), "--force"]) == 0
@@ -161,7 +150,7 @@ def test_nothing_of_a_former_run_stays(capsys: pytest.CaptureFixture[str], made_
 
 
 def test_without_plotly_all_but_the_page_is_there(
-    capsys: pytest.CaptureFixture[str], made_up: Parts, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    capsys: pytest.CaptureFixture[str], made_up: Links, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr("anabranch.values.extras.find_spec", lambda name: None)
     monkeypatch.delitem(sys.modules, "plotly", raising=False)
@@ -230,7 +219,7 @@ def test_a_rank_that_is_killed_ends_the_demo(tmp_path: Path) -> None:
     assert "the demo's workers ended with exit code 137" in err and not (tmp_path / "run").exists()
 
 
-def check_slow(found: dict[str, Any], folder: Path, steps: int) -> None:
+def check(found: dict[str, Any], folder: Path, steps: int) -> None:
     """What six short trainings must have in common, whatever the clock says."""
     trainings = {one["name"]: one for one in found["trainings"]}
     assert trainings["DDP"]["losses"] == trainings["DataParallel"]["losses"]  # of two summands the order is the same
@@ -247,18 +236,7 @@ def check_slow(found: dict[str, Any], folder: Path, steps: int) -> None:
 
 
 @pytest.mark.campaign
-def test_the_slow_part_on_emulated_links(tmp_path: Path) -> None:
-    found = demo._part("slow", tmp_path, 2, STEPS, Cluster([1e9] * 2, alpha_s=1e-5))
+def test_on_emulated_links(tmp_path: Path) -> None:
+    found = demo._trained(tmp_path, 2, STEPS, Cluster([1e9] * 2, alpha_s=1e-5))
     assert "emulated" in found["benchmark"]["facts"]["network"]
-    check_slow(found, tmp_path, STEPS)
-
-
-def fast_part(rank: int) -> dict[str, Any]:
-    train.RACE = train.SHORT_RACE = Settings(iters=1, batches=1, warmup=0)
-    return train.fast_links(2)
-
-
-@pytest.mark.slow
-def test_the_fast_part() -> None:
-    found, _ = on_ranks(fast_part, 2)
-    assert [row["name"] for row in found["rows"]] == ["compute only", "DDP", "int8", "Ok-Topk 1 %", "auto"]
+    check(found, tmp_path, STEPS)

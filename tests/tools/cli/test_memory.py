@@ -353,16 +353,6 @@ def test_the_difference_to_ddp_is_shown(capsys: pytest.CaptureFixture[str]) -> N
     assert len(rows) == 4 and more == pytest.approx([peak - peaks[0] for peak in peaks], abs=0.011)
 
 
-def test_clipping_counts_what_lean_holds(capsys: pytest.CaptureFixture[str]) -> None:
-    asked = [*ASKED, "--optimizer", "adamw"]
-    plain, clipped = (json_of(capsys, *asked, *more) for more in ([], ["--clip-norm"]))
-    profile = probe(images(4), OPTIMIZERS["adamw"])
-    for mode, row in clipped["modes"].items():
-        assert row["predicted_nbytes"] == predict(profile, mode, Setting(ranks=4, clips=True)).nbytes
-    assert any("lean holds averages" in said for said in clipped["assumptions"])
-    assert not any("lean holds averages" in said for said in plain["assumptions"])
-
-
 def test_bf16_is_autocast(capsys: pytest.CaptureFixture[str]) -> None:
     document = json_of(capsys, *ASKED, "--precision", "bf16")
     profile = probe(images(4), OPTIMIZERS["momentum"], half=True)

@@ -1,4 +1,4 @@
-"""A demo's document, made up: six ways to train, on slow links and on fast ones."""
+"""A demo's document, made up: six ways to train on slow links."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -10,16 +10,15 @@ SLOW_S = {
     "compute only": 0.02, "DDP": 0.2, "DataParallel": 0.2, "int8": 0.08, "Ok-Topk 10 %": 0.1, "Ok-Topk 1 %": 0.05,
     "auto": 0.08,
 }  # fmt: skip
-FAST_S = {"compute only": 0.02, "DDP": 0.021, "int8": 0.021, "Ok-Topk 1 %": 0.021, "auto": 0.021}
 STEPS = 40
 
 
-def benchmark(steps_s: Mapping[str, float], network: str, planned: bool = True) -> Benchmark:
-    """Rows of three turns; without ``planned`` all of them run DDP's own buckets."""
+def benchmark(steps_s: Mapping[str, float], network: str) -> Benchmark:
+    """Rows of three turns."""
     rows = tuple(
         BenchmarkRow(
             name, (step_s, 1.1 * step_s, step_s), 0.9 * step_s if name != "compute only" else None,
-            buckets=3 if planned and name not in ("compute only", "DDP") else None,
+            buckets=3 if name not in ("compute only", "DDP") else None,
         )
         for name, step_s in steps_s.items()
     )  # fmt: skip
@@ -54,7 +53,6 @@ def demo(
         "parameters": 437_888,
         "benchmark": benchmark(steps_s, link),
         "trainings": trainings,
-        "fast": benchmark(FAST_S, "2 hosts, 2 Gbit/s links", planned=False),
     }
     return DemoDocument(**{**fields, **changed})
 

@@ -30,15 +30,12 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> str:
     return written_page(folder, folder / "report.html")
 
 
-def test_a_demo_in_four_sections(page: str) -> None:
-    titles = [
-        "1. Your network is the limit", "2. Compressed: loss over time", "3. What happens on a fast link",
-        "4. At your size",
-    ]  # fmt: skip
+def test_a_demo_in_three_sections(page: str) -> None:
+    titles = ["1. Your network is the limit", "2. Compressed: loss over time", "3. At your size"]
     places = [page.index(f">{title}</h2>") for title in titles]
     assert places == sorted(places)
     keys = [figure["key"] for figure in figures(page)]
-    assert keys == ["demo-limit-chart", "demo-loss-chart", "demo-fast-chart", "scaling-0-0"]
+    assert keys == ["demo-limit-chart", "demo-loss-chart", "scaling-0-0"]
 
 
 def test_the_page_opens_with_the_headline_and_its_conditions(page: str) -> None:
@@ -58,7 +55,6 @@ def test_every_number_of_the_pictures_is_the_documents(page: str) -> None:
     curves = {series["name"]: series for series in by_key["demo-loss-chart"]["data"]}
     assert list(curves) == [one.name for one in found.trainings]
     assert all(curves[one.name]["x"] == list(one.elapsed_s) for one in found.trainings)
-    assert by_key["demo-fast-chart"]["data"][-1]["text"] == ["   21 ms"] * 4
 
 
 def test_what_was_chosen_and_kept_in_memory(page: str) -> None:
@@ -72,10 +68,10 @@ def test_what_was_chosen_and_kept_in_memory(page: str) -> None:
 
 def test_a_network_that_is_no_limit(tmp_path: Path) -> None:
     alike = {**dict.fromkeys(SLOW_S, 0.02), "compute only": 0.019}
-    (tmp_path / "demo.json").write_text(json.dumps(demo_document(steps_s=alike, fast=None)))
+    (tmp_path / "demo.json").write_text(json.dumps(demo_document(steps_s=alike)))
     page = written_page(tmp_path, tmp_path / "page.html")
     assert "1. The network is not the limit here" in page and "2. Compressed" in page
-    assert "Nothing is gained here" in page and "fast link" not in page
+    assert "Nothing is gained here" in page
 
 
 def test_a_hostile_demo_adds_no_element(page: str, tmp_path: Path) -> None:

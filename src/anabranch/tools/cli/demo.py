@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Annotated, Any
@@ -17,6 +17,7 @@ from anabranch.tools.cli.lab import UNSHAPED, EmulateOption, link_rate
 from anabranch.tools.cli.options import ForceOption, JsonOption
 from anabranch.tools.cli.output import check_free, print_document
 from anabranch.tools.cli.report import write_page
+from anabranch.tools.demo import RESULTS
 from anabranch.tools.lab.cluster import Cluster
 from anabranch.tools.predict.scaling import scale
 from anabranch.values.errors import AnabranchError, LabError, MissingExtraError
@@ -25,7 +26,6 @@ from anabranch.values.files import load_bundled_trace, write_bytes
 
 FEWEST_STEPS = 40  # a search for a plan takes 30 to 60
 DEADLINE_S = 900
-FAST_BIT_S = 2e9  # at which the transformer hardly waits
 ALPHA_S = 50e-6  # latency of emulated links
 SCALED, SCALED_PLANNERS, SCALED_COMPRESS = "densenet201", ("by_bytes", "optimal"), ("auto", "int8", "oktopk:0.01")
 FOLDER = Path("anabranch-demo")
@@ -51,11 +51,7 @@ def demo(
     _say(f"{workers} workers train a small transformer on Python's own sources, under several setups, on {link}.")
     with TemporaryDirectory(prefix="anabranch-") as name:
         folder = Path(name)
-        results = {"command": "demo", "link": link, **_part("slow", folder, workers, steps, cluster)}
-        if cluster is not None and (cluster.rates_bit_s[0] or 0.0) < FAST_BIT_S:
-            faster = replace(cluster, rates_bit_s=[FAST_BIT_S] * workers)
-            _say(f"The same where the network is no limit: {_words(faster)}.")
-            results["fast"] = _part("fast", folder, workers, steps, faster)
+        results = {"command": "demo", "link": link, **_trained(folder, workers, steps, cluster)}
         (folder / DOCUMENT).write_text(json.dumps(results), encoding="utf-8")
         (folder / SCALING).write_text(json.dumps(_scaling()), encoding="utf-8")
         page = _keep(folder, keep)
@@ -93,9 +89,9 @@ def _words(cluster: Cluster | None) -> str:
     return f"{cluster}" + (" by delays inside the ranks: not a real network" if cluster.emulated else "")
 
 
-def _part(part: str, folder: Path, workers: int, steps: int, cluster: Cluster | None) -> dict[str, Any]:
-    """One part of the demo, in worker processes of one thread each; its results, as rank 0 wrote them."""
-    train = ["-m", "anabranch.tools.demo.train", part, f"{folder}", f"{steps}"]
+def _trained(folder: Path, workers: int, steps: int, cluster: Cluster | None) -> dict[str, Any]:
+    """All trainings, in worker processes of one thread each; their results, as rank 0 wrote them."""
+    train = ["-m", "anabranch.tools.demo.train", f"{folder}", f"{steps}"]
     # torch warns that hosts of the lab have no names.
     program = ["env", "TORCH_CPP_LOG_LEVEL=ERROR", sys.executable, *train]
     if cluster is None:
@@ -110,7 +106,7 @@ def _part(part: str, folder: Path, workers: int, steps: int, cluster: Cluster | 
         code = run(cluster, program, DEADLINE_S)
     if code == 128 + signal.SIGINT:  # the lab has passed it on to the workers
         raise KeyboardInterrupt
-    output = folder / f"{part}.json"
+    output = folder / RESULTS
     if not output.exists():  # it is written when all is done; how the workers end after that does not matter
         raise AnabranchError(f"the demo's workers ended with exit code {code}: their messages are above")
     results: dict[str, Any] = json.loads(output.read_text(encoding="utf-8"))

@@ -1,6 +1,6 @@
 """anabranch memory: predicted peak memory of every mode of training, and the largest batch that fits."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -27,7 +27,6 @@ DEFAULT_RANKS = 4
 DEFAULT_DENSITY = 0.01
 SHARDED_ASSUMPTION = "units of fsdp2 and hsdp are the parameters with the same number in their names"
 AUTO_AS = "auto in the memory of int4, its least faithful kind, which keeps a residual"
-CLIPPED = "lean holds averages until the norm over all gradients is known"
 
 Optimizer = Literal["sgd", "momentum", "adamw"]  # by its state: none, one number per parameter, or two
 Activations = Literal["keep", "recompute"]
@@ -58,9 +57,6 @@ def memory(
     precision: Annotated[Precision, Option(help="bf16: under autocast.")] = "fp32",
     within: Annotated[str | None, WITHIN] = None,
     network: Annotated[str | None, NETWORK] = None,
-    clips: Annotated[
-        bool, Option("--clip-norm", help="Count averages that Lean(clip_norm=...) holds until backward ends.")
-    ] = False,
     as_json: JsonOption = False,
 ) -> None:
     """Predict peak memory by kind of object: for DDP, compressed exchanges and Lean; the largest batch that fits."""
@@ -69,7 +65,8 @@ def memory(
     exchanges, oktopk = _asked(compress or [OKTOPK])
     density = float(oktopk.density)
     ranks, node = ranks or (links.world_size if links else DEFAULT_RANKS), _ranks_per_node(links, shardings)
-    setting = Setting(ranks, density, None, clips, options=oktopk, ranks_per_node=node)
+    setting = Setting(ranks, density, options=oktopk, ranks_per_node=node)
+    from anabranch.tools.predict.memory.estimator import MAX_BATCH
     from anabranch.tools.report.documents import MemoryDocument, MemoryMode
     from anabranch.tools.report.memory import memory_report
 
@@ -80,7 +77,9 @@ def memory(
         assumptions = [*estimator.assumptions, *_about(exchanges, setting, shardings)]
         if limit_nbytes is not None:
             batches = {mode: estimator.largest_batch(mode, setting, limit_nbytes) for mode in footprints}
-            assumptions += _limits(batches)
+            assumptions.append(f"{FRAGMENTATION:.0%} of the memory is lost between torch's blocks")
+            if max(batches.values()) == MAX_BATCH:
+                assumptions.append(f"no batch above {MAX_BATCH} was looked at")
     document = MemoryDocument(
         model=model,
         batch_size=batch_size,
@@ -170,22 +169,13 @@ def _ranks_per_node(network: "Network | None", sharded: Sequence[str]) -> int | 
 
 
 def _about(exchanges: Sequence[str], setting: Setting, sharded: Sequence[str]) -> list[str]:
-    """What is assumed of exchanges, of clipping and of the sharded modes."""
+    """What is assumed of exchanges and of the sharded modes."""
     said = {
         f"Ok-Topk sends values as {setting.options.wire}": setting.options.wire != "fp32",
         AUTO_AS: AUTO in exchanges,
-        CLIPPED: setting.clips,
         SHARDED_ASSUMPTION: bool(sharded),
     }
     if setting.ranks_per_node is not None and any(sharding_mode(name).nodes for name in sharded):
         nodes = setting.ranks // setting.ranks_per_node
         said[f"hsdp: {nodes} nodes of {setting.ranks_per_node} ranks, each with one copy of the model"] = True
     return [words for words, applies in said.items() if applies]
-
-
-def _limits(batches: Mapping[str, int]) -> list[str]:
-    """What the search for the largest batches assumes."""
-    from anabranch.tools.predict.memory.estimator import MAX_BATCH
-
-    limits = [f"{FRAGMENTATION:.0%} of the memory is lost between torch's blocks"]
-    return [*limits, f"no batch above {MAX_BATCH} was looked at"] if max(batches.values()) == MAX_BATCH else limits

@@ -13,9 +13,15 @@ from anabranch.planning.simulator import simulate as predict
 from anabranch.tools.cli import arguments
 from anabranch.tools.cli.options import ForceOption, JsonOption, NetworkOption, TraceOption
 from anabranch.tools.cli.output import check_free, print_document, progress
-from anabranch.tools.predict.scaling.compression import Compression, as_sent, compressed_strategies, priced
+from anabranch.tools.network_presets import NO_SPREAD, NetworkRange
+from anabranch.tools.predict.scaling.compression import (
+    Compression,
+    Planner,
+    as_sent,
+    compressed_strategies,
+    priced,
+)
 from anabranch.tools.predict.scaling.result import DDP_DEFAULT
-from anabranch.tools.predict.scaling.sweep import Planner
 from anabranch.values.files import save, write_text
 from anabranch.values.kinds.fidelity import by_fidelity, error_of_plan
 from anabranch.values.kinds.names import AUTO, COMPRESSED, kind_of
@@ -122,11 +128,11 @@ def compare(
     """Compare every planner and every compression on one trace and network."""
     from anabranch.tools.report import comparison
     from anabranch.tools.report.documents import CompareDocument
-    from anabranch.tools.report.figures import has_spread
 
     gradients, links = arguments.trace(trace), arguments.network(network)
     strategies = compressed_strategies(arguments.compressions(compress, COMPRESS), gradients, links)
-    around = (links.shifted(-1), links.shifted(+1)) if has_spread(links) else ()
+    known = NetworkRange.given(network, links, "")
+    around = (known.low, known.high) if known.spread != NO_SPREAD else ()
     networks = [strategies.priced(one) for one in (links, *around)]
     ddp = planning.plan(gradients, networks[0], DDP_DEFAULT)
     ddp_s = gradients.forward_s + finish_s(gradients, ddp, networks[0])

@@ -14,7 +14,6 @@ from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from time import perf_counter
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -32,6 +31,7 @@ from anabranch.tools.bench.contestants import Contestant, reference_contestants
 from anabranch.tools.bench.race import RaceSettings, race_all
 from anabranch.tools.bench.workload import Workload
 from anabranch.tools.bench.zoo import Step
+from anabranch.tools.demo import RESULTS
 from anabranch.tools.demo.text import CharTransformer, StandardLibrary
 from anabranch.tools.report.documents import BASELINE, OURS, Benchmark, DemoTraining
 from anabranch.tuning.explain import in_short
@@ -39,7 +39,6 @@ from anabranch.tuning.trial import prediction_s
 from anabranch.values.files import save
 from anabranch.values.kinds.options import OkTopk
 
-SLOW, FAST = "slow", "fast"  # the demo's two parts
 WARMUP_STEPS = 5  # of Ok-Topk, whose default of 100 is more than the whole demo
 LAYERS = 2  # with more of them, the demo takes longer than a newcomer waits
 BATCH = 4
@@ -77,37 +76,27 @@ def _oktopk(density: float) -> Setup:
 
 
 DDP = Setup(BASELINE, "DistributedDataParallel(model)", DistributedDataParallel)
-INT8, OKTOPK_1, AUTO = _ours("int8", "int8", '"int8"'), _oktopk(0.01), _ours("auto", "auto", '"auto"')
-ON_SLOW_LINKS = (DDP, _ours(OURS), INT8, _oktopk(0.1), OKTOPK_1, AUTO)
-ON_FAST_LINKS = (DDP, INT8, OKTOPK_1, AUTO)
+AUTO = _ours("auto", "auto", '"auto"')
+SETUPS = (DDP, _ours(OURS), _ours("int8", "int8", '"int8"'), _oktopk(0.1), _oktopk(0.01), AUTO)
 
 
-def main(part: str, folder: Path, steps: int) -> None:
-    """Run one part of the demo; rank 0 writes its results to ``folder``."""
+def main(folder: Path, steps: int) -> None:
+    """Compare every setup by its losses and its steps; rank 0 writes the results to ``folder``."""
     dist.init_process_group("gloo")
-    results = slow_links(folder, steps) if part == SLOW else fast_links(steps)
+    trainings = [Training(setup, folder if setup is AUTO else None) for setup in SETUPS]
+    benchmark = _train_and_race(trainings, steps)
+    results = {
+        "parameters": sum(parameter.numel() for parameter in new_model().parameters()),
+        "benchmark": asdict(benchmark),
+        "trainings": [asdict(training.result()) for training in trainings],
+    }
+    for training in trainings:
+        if training.ours is not None:
+            training.ours.close()
     if dist.get_rank() == 0:
-        (folder / f"{part}.json").write_text(json.dumps(results), encoding="utf-8")
+        (folder / RESULTS).write_text(json.dumps(results), encoding="utf-8")
     dist.barrier()  # a rank that left now would end the others
     dist.destroy_process_group()
-
-
-def slow_links(folder: Path, steps: int) -> dict[str, Any]:
-    """Every setup, compared by its losses and its steps."""
-    trainings = [Training(setup, folder if setup is AUTO else None) for setup in ON_SLOW_LINKS]
-    benchmark = _train_and_race(trainings, steps, LONGER * steps)
-    parameters = sum(parameter.numel() for parameter in new_model().parameters())
-    results = [asdict(training.result()) for training in trainings]
-    _close(trainings)
-    return {"parameters": parameters, "benchmark": asdict(benchmark), "trainings": results}
-
-
-def fast_links(steps: int) -> dict[str, Any]:
-    """The steps of some setups where the network is no limit."""
-    trainings = [Training(setup) for setup in ON_FAST_LINKS]
-    benchmark = _train_and_race(trainings, steps, steps)
-    _close(trainings)
-    return asdict(benchmark)
 
 
 class Training:
@@ -203,10 +192,10 @@ class Training:
         )
 
 
-def _train_and_race(trainings: Sequence[Training], steps: int, compressed_steps: int) -> Benchmark:
+def _train_and_race(trainings: Sequence[Training], steps: int) -> Benchmark:
     """Train one after the other, then let all and computing alone take turns."""
     for training in trainings:
-        training.run(compressed_steps if training.setup.compressed else steps)
+        training.run(LONGER * steps if training.setup.compressed else steps)
         result = training.result()
         _say(f"{result.name}: {len(result.losses)} steps in {result.elapsed_s[-1]:.1f} s, loss {result.losses[-1]:.3f}")
     _say("all of them in turns")
@@ -227,13 +216,6 @@ def _train_and_race(trainings: Sequence[Training], steps: int, compressed_steps:
     benchmark = race_all(work, settings, contestants, model.trace, lambda _: None)
     # With the command that a user would repeat it by, instead of this rank's own.
     return replace(benchmark, facts={**benchmark.facts, "command": "anabranch demo"})
-
-
-def _close(trainings: Sequence[Training]) -> None:
-    """Release the groups and threads of every DataParallel."""
-    for training in trainings:
-        if training.ours is not None:
-            training.ours.close()
 
 
 def _build() -> tuple[nn.Module, Step]:
@@ -268,4 +250,4 @@ def _say(words: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]))
+    main(Path(sys.argv[1]), int(sys.argv[2]))

@@ -12,8 +12,8 @@ from anabranch.tools.report.formatting import percent, plain, seconds, time_scal
 from anabranch.tools.report.tables import Cell, Table, facts, number, terminal
 
 
-def benchmark_table(found: Benchmark, best: bool = True) -> Table:
-    """Every contestant; the ``best`` is the fastest that trains on all ranks."""
+def benchmark_table(found: Benchmark) -> Table:
+    """Every contestant; the best is the fastest that trains on all ranks."""
     scale = time_scale(row.step_s for row in found.rows)
     slowest = max(row.step_s for row in found.rows)
     counted = any(row.sent_nbytes is not None for row in found.rows)
@@ -40,7 +40,7 @@ def benchmark_table(found: Benchmark, best: bool = True) -> Table:
         rows.append(cells)
     title = f"{plain(found.model)}, {found.ranks} ranks, {found.batch} {found.unit} each"
     fastest = min((row for row in found.rows if not row.name.startswith(COMPUTE)), key=lambda row: row.step_s)
-    return Table(title, headers, rows, _legend(found, counted, compiled), fastest.name if best else None)
+    return Table(title, headers, rows, _legend(found, counted, compiled), fastest.name)
 
 
 def benchmark_report(found: Benchmark) -> RenderableType:

@@ -1,4 +1,4 @@
-"""What the demo's measurements come to: how much faster, at what price in loss, and where nothing is gained."""
+"""What the demo's measurements come to: how much faster, and at what price in loss."""
 
 from collections.abc import Sequence
 from math import inf
@@ -70,12 +70,7 @@ def reached(found: DemoDocument) -> list[tuple[DemoTraining, float | None]]:
     return sorted(at_s, key=lambda pair: inf if pair[1] is None else pair[1])
 
 
-def faster_rows(benchmark: Benchmark) -> list[BenchmarkRow]:
-    """Those faster than DDP by more than noise."""
-    return [row for row in benchmark.rows if row.name not in (COMPUTE, BASELINE) and benchmark.is_faster(row)]
-
-
-SENTENCES = (gain, best_gain, compared_steps, exposed_share, reached, faster_rows)
+SENTENCES = (gain, best_gain, compared_steps, exposed_share, reached)
 
 
 def demo_table(found: DemoDocument) -> Table:

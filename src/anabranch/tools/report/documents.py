@@ -234,11 +234,6 @@ class Benchmark(_Read):
             rows = f"{', '.join(row.name for row in self.rows)} of {sorted(turns)} turns"
             raise ValueError(f"a benchmark has the rows {rows}: expected {BASELINE} and as many turns for all")
 
-    @property
-    def network(self) -> str:
-        """The network between the ranks, in words."""
-        return self.facts.get("network", "as it is")
-
     def row(self, name: str) -> BenchmarkRow:
         """The contestant of this name."""
         return next(row for row in self.rows if row.name == name)
@@ -295,7 +290,6 @@ class DemoDocument(_Read):
 
     link         the network between the ranks, in words
     benchmark    the steps of all setups and of computing alone, in turns
-    fast         the same of some of them on faster links; None where nothing was slowed down
     """
 
     command: Literal["demo"] = "demo"
@@ -303,21 +297,13 @@ class DemoDocument(_Read):
     parameters: Count
     benchmark: Benchmark
     trainings: tuple[DemoTraining, ...]
-    fast: Benchmark | None = None
 
     def __post_init__(self) -> None:
         trained, timed = [one.name for one in self.trainings], [row.name for row in self.benchmark.rows]
-        fast = [row.name for row in self.fast.rows] if self.fast is not None else [COMPUTE]
-        if (
-            BASELINE not in trained
-            or timed != [COMPUTE, *trained]
-            or COMPUTE not in fast
-            or not set(fast) <= set(timed)
-        ):
+        if BASELINE not in trained or timed != [COMPUTE, *trained]:
             raise ValueError(
-                f"a demo has the trainings {', '.join(trained)}, the steps of {', '.join(timed)} and on fast links of "
-                f"{', '.join(fast)}: expected {BASELINE} among the trainings, the steps of {COMPUTE} and of each "
-                f"training in the same order, and on fast links of {COMPUTE} and some trainings"
+                f"a demo has the trainings {', '.join(trained)} and the steps of {', '.join(timed)}: expected "
+                f"{BASELINE} among the trainings, and the steps of {COMPUTE} and of each training in the same order"
             )
 
     def training(self, name: str) -> DemoTraining:

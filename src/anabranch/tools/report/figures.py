@@ -31,11 +31,6 @@ def samples(curve: Curve) -> list[tuple[int, float, float]]:
     return [(nbytes, curve.seconds(nbytes), 0.0) for nbytes in SAMPLE_NBYTES]
 
 
-def has_spread(network: Network) -> bool:
-    """Whether the network has a measured spread of its costs."""
-    return any(point.spread_s > 0 for curve in network.curves.values() for point in curve.points)
-
-
 def ratio(before_s: float, after_s: float) -> float | None:
     """How many times as fast; None where ``after_s`` is 0."""
     return before_s / after_s if after_s > 0 else None

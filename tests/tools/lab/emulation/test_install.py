@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from anabranch.tools.lab.emulation.install import install
-from anabranch.tools.lab.emulation.settings import NETWORK_VARIABLE, EmulatedNetwork, environment
+from anabranch.tools.lab.emulation.settings import NETWORK_VARIABLE, EmulatedNetwork, environment, install
 
 
 def python(code: str, variables: dict[str, str], *options: str) -> subprocess.CompletedProcess[str]:

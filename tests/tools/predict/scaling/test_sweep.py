@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from anabranch import Curve, Network, Plan, TensorSpec, Trace, simulate
 from anabranch import planning as planners
-from anabranch.tools.predict.scaling.sweep import sweep
+from anabranch.tools.predict.scaling.prediction import sweep
 from shorthand import trace_of
 from strategies import networks, traces
 
@@ -101,10 +101,10 @@ def test_what_cannot_be_is_refused() -> None:
 
 def test_pricing_adds_costs_at_every_size() -> None:
     def pricing(here: Network) -> Network:
-        return replace(here, curves={**here.curves, "cheap": Curve.linear(1e-6 * here.world_size, 0.0)})
+        return replace(here, curves={**here.curves, "bf16": Curve.linear(1e-6 * here.world_size, 0.0)})
 
     def cheap(trace: Trace, network: Network) -> Plan:
-        return planners.optimal(trace, network, collective="cheap")
+        return planners.optimal(trace, network, collective="bf16")
 
     points = list(sweep(TRACE, RING, [4, 16], {"cheap": cheap, "optimal": planners.optimal}, pricing=pricing))
     by_size = {(point.world_size, point.planner): point for point in points}

@@ -17,18 +17,7 @@
 10gbe: Dense scheduling helps at 64 ranks, most at 64: optimal is 1.16×
 """
 
-from anabranch.tools.predict.scaling.conclusions import answer
 from anabranch.tools.predict.scaling.prediction import scale, strategy_kinds
-from anabranch.tools.predict.scaling.result import NetworkUsed, ScalePoint, Scaling, Strategy
-from anabranch.tools.predict.scaling.sweep import sweep
+from anabranch.tools.predict.scaling.result import Scaling, Strategy
 
-__all__ = [
-    "NetworkUsed",
-    "ScalePoint",
-    "Scaling",
-    "Strategy",
-    "answer",
-    "scale",
-    "strategy_kinds",
-    "sweep",
-]
+__all__ = ["Scaling", "Strategy", "scale", "strategy_kinds"]

@@ -2,22 +2,23 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from itertools import pairwise
 
 from anabranch import planning
 from anabranch.fsdp.planning.sharding_modes import sharding_mode
+from anabranch.planning.simulator import finish_s
 from anabranch.tools.network_presets import NetworkRange
 from anabranch.tools.predict.scaling import sharding
 from anabranch.tools.predict.scaling.compression import (
     CompressedStrategies,
     Compression,
+    Planner,
     as_sent,
     compressed_strategies,
 )
 from anabranch.tools.predict.scaling.conclusions import answer
-from anabranch.tools.predict.scaling.result import Basis, Kind, NetworkUsed, ScalePoint, Scaling, Strategy
-from anabranch.tools.predict.scaling.sweep import recorded_batch, sweep
+from anabranch.tools.predict.scaling.result import Basis, Kind, NetworkUsed, Ran, ScalePoint, Scaling, Strategy
 from anabranch.values.kinds.fidelity import error_of_plan
 from anabranch.values.links import AlphaBeta, TwoLevel
 from anabranch.values.network import Network
@@ -36,6 +37,7 @@ OF_LEAN = (
 
 AnyNetwork = NetworkRange | Network | str
 OnPoint = Callable[[str, int, int], None]
+Runner = Callable[[Trace, Sequence[Network]], Ran]
 
 
 def scale(
@@ -57,7 +59,7 @@ def scale(
     world_sizes     numbers of ranks, rising
     planners        names of ``planning.PLANNERS``: strategies that send every value
     compress        further strategies with compressed buckets where they gain: names that ``Compression.named`` knows,
-                    such as "int8", "oktopk:0.01", "auto", "lean:int8" or "int8@nodes"
+                    such as "int8", "oktopk:0.01", "auto" or "lean:int8"
     sharded         further strategies that shard the model by FSDP2: a name of ``SHARDING_MODES``; "hsdp" and its like
                     shard inside nodes, on two-level networks, "hsdp@int8" with int8 between them
     scaling         "weak" keeps the batch of each rank, "strong" the global batch
@@ -127,8 +129,65 @@ def _steps(
         recorded_batch=recorded,
         pricing=compressed.priced,
         runners={name: partial(sharding.run, sharding_mode(name)) for name, kind in kinds.items() if kind == "sharded"},
-        error_of=lambda trace, plan: error_of_plan(trace, as_sent(plan)),
     )
+
+
+def sweep(
+    trace: Trace,
+    network: Network,
+    world_sizes: Sequence[int],
+    planners: Mapping[str, Planner],
+    *,
+    network_name: str = "",
+    scaling: Basis = "weak",
+    around: Sequence[Network] = (),
+    batches: Mapping[str, float] | None = None,
+    recorded_batch: int | None = None,
+    pricing: Callable[[Network], Network] | None = None,
+    runners: Mapping[str, Runner] | None = None,
+) -> Iterator[ScalePoint]:
+    """Every planner at every world size, on ``network`` carried to that size; a point as soon as it is known.
+
+    Weak scaling keeps the batch per rank. Strong scaling keeps the global batch, of which each of N ranks computes 1/N.
+    ``batches`` is that batch by planner, as a multiple of the recorded batch; 1 for planners it does not name.
+
+    Computing takes time in proportion to the batch. A plan is made for ``network``, and also runs on each of
+    ``around``: the shortest and the longest of these steps are the band. ``pricing`` adds the costs of further
+    collectives to a network of any world size. ``runners`` are strategies that have no plan of buckets; their points
+    come behind those of the planners.
+    """
+    if scaling not in ("weak", "strong"):
+        raise ValueError(f"scaling is {scaling!r}: expected 'weak' or 'strong'")
+    alone_s, scaled = trace.forward_s + trace.backward_s, cache(trace.scaled)
+    planned = {name: partial(_planned, planner) for name, planner in planners.items()}
+    strategies: dict[str, Runner] = {**planned, **(runners or {})}
+    for world_size in world_sizes:
+        networks = [other.at(world_size) for other in (network, *around)]
+        if pricing is not None:
+            networks = [pricing(other) for other in networks]
+        for name, run in strategies.items():
+            total = (batches or {}).get(name, 1.0)  # of all ranks (strong) or of each (weak), in recorded batches
+            here = scaled(total / world_size if scaling == "strong" else total)
+            buckets, lanes, steps, error = run(here, networks)
+            done = total if scaling == "strong" else total * world_size  # recorded batches per step, by all ranks
+            speedup = done * alone_s / steps[0] if steps[0] else float(world_size)
+            samples = done * recorded_batch / steps[0] if recorded_batch and steps[0] else None
+            yield ScalePoint(
+                network_name, name, world_size, buckets, lanes, steps[0], min(steps), max(steps),
+                steps[0] - here.forward_s - here.backward_s, speedup, speedup / world_size, samples, error,
+            )  # fmt: skip
+
+
+def _planned(planner: Planner, trace: Trace, networks: Sequence[Network]) -> Ran:
+    plan = planner(trace, networks[0])
+    steps_s = [trace.forward_s + finish_s(trace, plan, at) for at in networks]
+    return Ran(len(plan), plan.lanes, steps_s, error_of_plan(trace, as_sent(plan)))
+
+
+def recorded_batch(trace: Trace) -> int | None:
+    """The samples per rank for which the trace was recorded, from its meta; None if the meta does not say."""
+    batch = trace.meta.get("batch")
+    return batch if isinstance(batch, int) and batch > 0 else None
 
 
 def _assumptions(

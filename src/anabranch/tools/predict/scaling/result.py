@@ -1,12 +1,10 @@
 """Scaling: the result of a sweep over world sizes, networks and strategies, with bands."""
 
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, NamedTuple
 
-from anabranch.planning.prices import BETWEEN_NODES
-from anabranch.values.checks import STRICT, check_seconds
+from anabranch.values.checks import STRICT, check_seconds, repeated
 from anabranch.values.kinds.names import COMPRESSED
 
 Basis = Literal["weak", "strong"]
@@ -60,6 +58,15 @@ class ScalePoint:
         return ideal_s / self.iteration_high_s, ideal_s / self.iteration_low_s
 
 
+class Ran(NamedTuple):
+    """What a strategy did at one world size: its buckets and lanes, its step on each of the networks, and its error."""
+
+    buckets: int
+    lanes: int
+    steps_s: list[float]
+    error: float | None = None
+
+
 Curves = Mapping[str, Mapping[int, ScalePoint]]  # strategy -> world size -> point
 
 
@@ -80,7 +87,7 @@ class Strategy:
     def sends(self) -> Literal["dense", "quantised", "sparse"]:
         """Every value in full, every value rounded, or some; by the kind in the name, for hsdp the one behind @."""
         if self.kind == "lean":
-            exchange = self.name.removesuffix(BETWEEN_NODES).partition(":")[2]
+            exchange = self.name.partition(":")[2]
             rounds = exchange.removeprefix("auto:") in (*COMPRESSED, "auto")
             return "quantised" if rounds else "sparse"
         if self.kind == "sharded":
@@ -134,7 +141,7 @@ class Scaling:
             ("network", [n.name for n in self.networks]),
             ("strategy", [s.name for s in self.strategies]),
         ):
-            if twice := next((name for name, times in Counter(names).items() if times > 1), None):
+            if twice := repeated(names):
                 raise ValueError(f"a scaling has the {what} {twice!r} twice: expected a name of its own for each")
         sizes = self.world_sizes
         places = len(self.networks) * len(sizes) * len(self.strategies)

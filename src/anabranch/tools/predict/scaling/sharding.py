@@ -8,7 +8,7 @@ from math import ceil
 from anabranch.fsdp.planning import Block, Links, ShardedTrace, plan, step_s
 from anabranch.fsdp.planning.sharding_modes import PLANNED, ShardingMode, sharding_mode
 from anabranch.tools.predict.scaling.compression import Compression, priced
-from anabranch.tools.predict.scaling.sweep import Ran
+from anabranch.tools.predict.scaling.result import Ran
 from anabranch.values.kinds.names import DENSE
 from anabranch.values.links import TwoLevel
 from anabranch.values.network import Network
