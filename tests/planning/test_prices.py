@@ -6,6 +6,8 @@ from dataclasses import replace
 import pytest
 import torch
 from benchmarks.virtual import VirtualWorld
+from hypothesis import given
+from hypothesis import strategies as st
 
 from anabranch import Curve, Network, NetworkError
 from anabranch.exchange.sparse.fixed_size import fixed_exchange
@@ -84,8 +86,9 @@ def test_three_passes_of_an_h200_are_counted() -> None:
 def test_a_longer_message_and_a_slower_link_never_cost_less(kind: str, ranks: int) -> None:
     exchange = quantised_exchange(kind)
     for network in (Network.ring(ranks, 1e-5, 1e-9), Network.two_level(ranks, 8, RING, replace(RING, alpha_s=1e-4))):
-        costs = [point.seconds for point in exchange.curve(network).points]
-        assert costs == sorted(costs) and costs[0] > 0
+        for one in (exchange, exchange.between_nodes()):
+            costs = [point.seconds for point in one.curve(network).points]
+            assert costs == sorted(costs) and costs[0] > 0
     rates = [exchange.curve(Network.ring(ranks, 1e-5, beta)).seconds(64 * MIB) for beta in (1e-10, 1e-9, 1e-8)]
     assert rates == sorted(rates) and rates[0] < rates[-1]
 
@@ -128,11 +131,48 @@ EXCHANGES: list[Callable[[], Exchange]] = [
 
 @pytest.mark.parametrize("made", EXCHANGES)
 @pytest.mark.parametrize("ranks", [2, 4, 7])
-def test_nodes_of_one_rank_are_no_nodes(made: Callable[[], Exchange], ranks: int) -> None:
+def test_between_nodes_of_one_rank_it_is_the_plain_exchange(made: Callable[[], Exchange], ranks: int) -> None:
     exchange = made()
+    apart = exchange.between_nodes()
     for nbytes in (1000, MIB, 100 * MIB):
         flat_s = exchange.seconds(nbytes, SLOW, ranks)
+        assert apart.seconds(nbytes, TwoLevel(1, FAST, SLOW), ranks) == pytest.approx(flat_s)
         assert exchange.seconds(nbytes, TwoLevel(1, FAST, SLOW), ranks) == pytest.approx(flat_s)
+        assert apart.seconds(nbytes, SLOW, ranks) == flat_s  # a network without nodes
+
+
+@pytest.mark.parametrize("made", EXCHANGES)
+def test_inside_one_node_it_is_the_dense_all_reduce(made: Callable[[], Exchange]) -> None:
+    start_s, s_per_byte = FAST.line(4)
+    found_s = made().between_nodes().seconds(MIB, TwoLevel(8, FAST, SLOW), 4)
+    assert found_s == pytest.approx(start_s + s_per_byte * MIB)
+
+
+def test_two_nodes_of_four_by_hand() -> None:
+    """4096 values: dense inside, then two ranks each exchange 1024 of them, and the card carries those of four."""
+    exchange = messages_of("int8").between_nodes()
+    message_nbytes = 512 + 4 * 2
+    inside_s = 2 * 3 * 1e-6 + 2 * 3 / 4 * 4 * 4096 * 1e-11
+    across_s = 2 * 1 * (1e-5 + 4 * message_nbytes * 1e-9)
+    assert exchange.seconds(4 * 4096, TwoLevel(4, FAST, SLOW), 8) == pytest.approx(inside_s + across_s)
+
+
+@given(st.sampled_from(COMPRESSED), st.integers(2, 64), st.integers(1, 30))
+def test_between_nodes_never_costs_more_than_dense_ones_but_for_padding(kind: str, nodes: int, mib: int) -> None:
+    links = TwoLevel(8, FAST, SLOW)
+    start_s, s_per_byte = links.line(8 * nodes)
+    found_s = messages_of(kind).between_nodes().seconds(mib * MIB, links, 8 * nodes)
+    assert found_s <= (start_s + s_per_byte * mib * MIB) * 1.01
+
+
+def test_the_name_says_that_it_is_between_nodes_and_prices_do_not_mix() -> None:
+    exchange = quantised_exchange("int8")
+    network = Network.two_level(32, 8, FAST, SLOW)
+    here = exchange.between_nodes().priced(exchange.priced(network))
+    assert {"int8", "int8@nodes"} < set(here.curves)
+    assert here.seconds("int8@nodes", 100 * MIB) < here.seconds("int8", 100 * MIB)
+    kept = Network(4, {"dense": Curve.linear(0.0, 1e-9), "int8@nodes": Curve.linear(1.0, 0.0)})
+    assert exchange.between_nodes().priced(kept) is kept
 
 
 # ----------------------------------------------------------------------------------------------------------- sparse

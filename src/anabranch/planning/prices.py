@@ -12,6 +12,7 @@ with int8 three eighths and the scales.
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from math import ceil
 from typing import NamedTuple
 
 from anabranch.values.curve import Curve
@@ -23,6 +24,7 @@ from anabranch.values.network import Network
 
 SIZES_NBYTES = [4 << bits for bits in range(8, 31)]  # points of a curve: 1 KiB to 4 GiB
 FLOAT_NBYTES = 4
+BETWEEN_NODES = "@nodes"  # ends the name of an exchange between nodes
 
 
 class Phase(NamedTuple):
@@ -73,16 +75,37 @@ class Exchange:
     kind        as a bucket names it, such as "int8"
     phases      what a rank sends, by the elements of the bucket and the number of ranks
     computing   the time it computes in addition
+    two_level   ranks of a node are averaged densely, and only nodes run this exchange
     """
 
     kind: str
     phases: Callable[[int, int], Iterable[Phase]]
     computing: Computing
+    two_level: bool = False
+
+    def between_nodes(self) -> "Exchange":
+        """The same between nodes, inside of which sums are dense: a reduce-scatter before it, an all-gather after."""
+        return replace(self, kind=self.kind + BETWEEN_NODES, two_level=True)
 
     def seconds(self, nbytes: int, links: AlphaBeta | TwoLevel, ranks: int) -> float:
         """The time for a bucket of ``nbytes`` of float32."""
+        if self.two_level and isinstance(links, TwoLevel):
+            return self._two_level_s(nbytes, links, ranks)
         phases = self.phases(-(-nbytes // FLOAT_NBYTES), ranks)
         return sum(travel_s(phase, links, ranks) for phase in phases) + self.computing.seconds(nbytes)
+
+    def _two_level_s(self, nbytes: int, links: TwoLevel, ranks: int) -> float:
+        """Each rank exchanges its share of the bucket with the ranks of the same place in other nodes.
+
+        The shares of a node pass its one network card together. With one rank in each node it is the plain exchange.
+        """
+        here, nodes = min(ranks, links.ranks_per_node), ceil(ranks / links.ranks_per_node)
+        start_s, s_per_byte = links.inside.line(here)
+        inside_s = start_s + s_per_byte * nbytes
+        if nodes == 1:
+            return inside_s
+        card = replace(links.across, beta_s_per_byte=here * links.across.beta_s_per_byte)
+        return inside_s + self.seconds(-(-nbytes // here), card, nodes)
 
     def sent_nbytes(self, numel: int, ranks: int) -> int:
         """Bytes that one rank sends for a bucket of ``numel`` elements."""

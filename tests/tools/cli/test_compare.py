@@ -53,9 +53,9 @@ def test_every_way_to_compress_is_priced(tmp_path: Path, capsys: pytest.CaptureF
     assert rows["bf16"]["iteration_s"] > rows["int8"]["iteration_s"] > rows["int4"]["iteration_s"]
     assert document["best"] in ROWS  # of what sends everything in full
     assert any("int4 computes for" in said for said in document["assumptions"])
-    assert main([*argv, "--compress", "int8"]) == 0
+    assert main([*argv, "--compress", "int8@nodes"]) == 0
     out = capsys.readouterr().out
-    assert "oktopk" not in out and "Assumed: int8 buckets cost" in out
+    assert "int8@nodes" in out and "oktopk" not in out and "Assumed: int8 buckets cost" in out
     assert json_of(capsys, *argv, "--compress", "none")["compressed"] == []
     assert "--compress is 'fp8'" in error_of(capsys, *argv, "--compress", "fp8")
 
@@ -80,8 +80,10 @@ def test_auto_is_the_least_lossy_plan_and_says_what_it_mixed(
     assert f"Shares of the values: auto: {mix}." in shown and f"{row['error']:.2g}" in shown
 
 
-def test_packed_values_have_the_error_of_their_kind(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    ways = ["oktopk:0.2", "oktopk:0.2:bf16", "oktopk:0.2:int8", "auto"]
+def test_packed_values_and_nodes_have_the_error_of_their_kind(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ways = ["oktopk:0.2", "oktopk:0.2:bf16", "oktopk:0.2:int8@nodes", "auto@nodes"]
     argv = ["compare", "--trace", trace_file(tmp_path), "--network", RING]
     rows = json_of(capsys, *argv, *(word for way in ways for word in ("--compress", way)))["compressed"]
     assert [row["name"] for row in rows] == ways

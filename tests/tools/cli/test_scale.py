@@ -216,7 +216,7 @@ def test_rounded_buckets_are_priced_at_every_size(tmp_path: Path, capsys: pytest
         assert steps["lean:int8", size] == steps["int8", size]
     assert [strategy["kind"] for strategy in document["strategies"]][2:] == ["quantised"] * 3 + ["lean"]
     told = "; ".join(document["assumptions"])
-    assert "all-to-all" in told and "int8 computes for 0.50 ms per 110 M elements" in told
+    assert "all-to-all" in told and "int8 computes for 0.50 ms per 110 M elements" in told and "@nodes" not in told
 
 
 def test_auto_and_packed_values_are_priced_also_on_lean(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -232,14 +232,14 @@ def test_auto_and_packed_values_are_priced_also_on_lean(tmp_path: Path, capsys: 
 
 
 def test_how_lossy_plans_are_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    ways = ["auto", "int8", "oktopk:0.2:bf16"]
+    ways = ["auto", "int8", "oktopk:0.2:bf16", "auto@nodes"]
     document = sparse(tmp_path, capsys, *ways)
     found = {(p["planner"], p["world_size"]): p["error"] for p in document["points"]}
     trace = small_trace()
     for size in (4, 16, 64):
         here = priced(network_text.network(RING).at(size), COMPRESSED)
         made = least_lossy(trace, here, fidelity.ERRORS)
-        assert found["auto", size] == fidelity.error_of_plan(trace, made) > 0
+        assert found["auto", size] == found["auto@nodes", size] == fidelity.error_of_plan(trace, made) > 0
         assert (
             found["optimal", size] == 0 and 0 < found["oktopk:0.2:bf16", size] <= fidelity.error_of("oktopk:0.2") / 1e6
         )
@@ -249,6 +249,18 @@ def test_how_lossy_plans_are_is_said(tmp_path: Path, capsys: pytest.CaptureFixtu
     out = " ".join(capsys.readouterr().out.split())
     assert f"Error: {MEANING}." in out
     assert all(any(f" {found[way, size]:.2g} " in out for way in ways) for size in (4, 16, 64))
+
+
+def test_between_nodes_it_is_a_price_and_said_to_be_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    nodes = "two_level:ranks=16,per_node=8,alpha=30us,rate=10gbit,inside_alpha=3us,inside_rate=3000gbit"
+    document = sparse(tmp_path, capsys, "int8", "int8@nodes", "oktopk:0.01@nodes", network=nodes)
+    steps = {(p["planner"], p["world_size"]): p["iteration_s"] for p in document["points"]}
+    assert steps["int8@nodes", 64] < steps["int8", 64] <= steps["optimal", 64]
+    assert steps["oktopk:0.01@nodes", 64] < steps["int8@nodes", 64]
+    assert any("a price, since DataParallel does not run that yet" in said for said in document["assumptions"])
+    flat = sparse(tmp_path, capsys, "int8", "int8@nodes")
+    here = {(p["planner"], p["world_size"]): p["iteration_s"] for p in flat["points"]}
+    assert all(here["int8", size] == here["int8@nodes", size] for size in (4, 16, 64))
 
 
 def test_a_measured_exchange_tells_what_selection_takes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -31,7 +31,7 @@ TRACE = Trace(tuple(TensorSpec(f"{NAME}.{k}", 10**7, 4, 0.01 * k, "float32") for
 NETWORK = Network.measured(512, [(1 << k, 1e-3 + (1 << k) * 1e-9, 1e-4) for k in range(10, 31)], meta={NAME: NAME})
 PLAN = Plan(tuple(Bucket((t.name,), k % 3) for k, t in enumerate(TRACE.tensors)))
 TIMELINE = simulate(TRACE, PLAN, NETWORK)
-KINDS = ("int8", "oktopk:0.01:bf16", "dense", "oktopk:0.01")
+KINDS = ("int8", "oktopk:0.01@nodes", "dense", "oktopk:0.01")
 COMPRESSED_PLAN = Plan(tuple(replace(bucket, collective=KINDS[k % 4]) for k, bucket in enumerate(PLAN.buckets)))
 
 
@@ -53,9 +53,9 @@ def compared(dense: Sequence[str], compressed: Sequence[str] = ()) -> CompareDoc
     )
 
 
-NAMES = ("per_tensor", "by_bytes", "mgwfbp", "optimal", "lanes", "asc", "lean:int8", "oktopk:0.01:bf16")
+NAMES = ("per_tensor", "by_bytes", "mgwfbp", "optimal", "lanes", "asc", "int8@nodes", "oktopk:0.01@nodes")
 SCALING = scaling_of(
-    {name: {4: 0.1, 2048: 4.0} for name in NAMES}, sparse=["oktopk:0.01:bf16"], quantised=["lean:int8"], network=NAME
+    {name: {4: 0.1, 2048: 4.0} for name in NAMES}, sparse=["oktopk:0.01@nodes"], quantised=["int8@nodes"], network=NAME
 )
 REPORTS: dict[str, RenderableType] = {
     "trace": trace_report(TRACE),
@@ -69,7 +69,7 @@ REPORTS: dict[str, RenderableType] = {
     "durations": facts(
         "Durations", [*duration_pairs(Durations(**timeline_figures(TIMELINE))), ("fingerprint", "f" * 64)]
     ),
-    "comparison": comparison_report(compared(("per_tensor", "horovod", "optimal"), ("int8", "oktopk:0.01:bf16"))),
+    "comparison": comparison_report(compared(("per_tensor", "horovod", "optimal"), ("int8", "oktopk:0.01@nodes"))),
     "scaling": scaling_report(SCALING),
 }
 

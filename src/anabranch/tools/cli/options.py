@@ -8,7 +8,6 @@ from typer import Option
 
 from anabranch.tools.cli.network_text import EXAMPLES
 from anabranch.tools.lab.cluster import Backend
-from anabranch.values.kinds.names import AUTO, COMPRESSED, kind_of
 
 Precision = Literal["fp32", "bf16"]  # what a model computes in; its parameters keep their type in both
 TraceOption = Annotated[str, Option("--trace", metavar="T", help="A trace file, or a name that anabranch list shows.")]
@@ -28,9 +27,7 @@ ForceOption = Annotated[bool, Option("--force", help="Overwrite output files tha
 
 PAGE = "anabranch report draws what --json prints: anabranch {} ... --json > run.json, then anabranch report run.json"
 HOROVOD = "in Python: anabranch.plan(trace, network, 'by_bytes', cap_nbytes=128 << 20, closes='before')"
-NODES = "models sharded inside nodes exchange so between them: anabranch scale --sharded hsdp@int8"
 SLOWEST = "all ranks wait for the slowest one: give a trace of that rank by --trace"
-BETWEEN_NODES = [f"--compress {kind}@nodes" for kind in (*COMPRESSED, AUTO, kind_of(0.01))]
 # By verb, what to use instead of an option, or of one of its values, that is gone.
 RETIRED: Mapping[str, Mapping[str, str]] = {
     "bench": {
@@ -44,7 +41,6 @@ RETIRED: Mapping[str, Mapping[str, str]] = {
         "--skip": "leave the --compress of that contestant out, or --compile",
         "--title": "write your own first line into the file of --report",
     },
-    "compare": dict.fromkeys(BETWEEN_NODES, NODES),
     "list": dict.fromkeys(("networks", "traces"), "anabranch list shows both, and --json has them apart"),
     "memory": {
         "--activations offload": "Lean keeps activations or recomputes them: --activations keep, or recompute",
@@ -63,7 +59,6 @@ RETIRED: Mapping[str, Mapping[str, str]] = {
         "--planner horovod": HOROVOD,
     },
     "scale": {
-        **dict.fromkeys(BETWEEN_NODES, NODES),
         "--fixed-share": "record a trace at the other batch, and give it by --trace",
         "--planners horovod": HOROVOD,
         "--plot": PAGE.format("scale"),

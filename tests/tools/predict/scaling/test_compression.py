@@ -28,24 +28,27 @@ LADDER = ("oktopk:0.01", "oktopk:0.02", "oktopk:0.05", "oktopk:0.1", "oktopk:0.2
 def test_what_names_mean() -> None:
     cases: list[tuple[str, Compression, str]] = [
         ("int8", Compression(("int8",)), "quantised"),
+        ("bf16@nodes", Compression(("bf16",), between_nodes=True), "quantised"),
         ("oktopk:0.01", Compression(("oktopk:0.01",)), "sparse"),
         ("oktopk", Compression(LADDER), "sparse"),
+        ("oktopk:0.02@nodes", Compression(("oktopk:0.02",), between_nodes=True), "sparse"),
         ("lean", Compression(LADDER, lean=True), "lean"),
         ("lean:0.01", Compression(("oktopk:0.01",), lean=True), "lean"),
         ("lean:.01", Compression(("oktopk:0.01",), lean=True), "lean"),
         ("lean:int4", Compression(("int4",), lean=True), "lean"),
         ("oktopk:0.01:bf16", Compression(("oktopk:0.01",), wire="bf16"), "sparse"),
         ("oktopk:0.01:fp32", Compression(("oktopk:0.01",)), "sparse"),
-        ("oktopk:int8", Compression(LADDER, wire="int8"), "sparse"),
+        ("oktopk:int8@nodes", Compression(LADDER, between_nodes=True, wire="int8"), "sparse"),
         ("lean:0.05:bf16", Compression(("oktopk:0.05",), lean=True, wire="bf16"), "lean"),
         ("auto", Compression(("bf16", "int8", "int4")), "quantised"),
-        ("auto:int8", Compression(("bf16", "int8")), "quantised"),
+        ("auto:int8@nodes", Compression(("bf16", "int8"), between_nodes=True), "quantised"),
         ("auto:oktopk:0.05", Compression(("bf16", "int8", "int4", "oktopk:0.1", "oktopk:0.05")), "sparse"),
         ("lean:auto", Compression(("bf16", "int8", "int4"), lean=True), "lean"),
+        ("lean:int8@nodes", Compression(("int8",), lean=True, between_nodes=True), "lean"),
     ]
     for name, expected, kind in cases:
         assert Compression.named(name) == expected and expected.strategy_kind == kind
-        suffix = f":{expected.wire}" * (expected.wire != "fp32")
+        suffix = f":{expected.wire}" * (expected.wire != "fp32") + "@nodes" * expected.between_nodes
         assert expected.collectives == [one + suffix for one in expected.kinds]
 
 
@@ -53,7 +56,7 @@ def test_other_names_are_refused() -> None:
     for name in [
         "int2",
         "int8:0.01",
-        "int8@nodes",
+        "@nodes",
         "lean:int2",
         "dense",
         "oktopk:2",
@@ -92,11 +95,11 @@ def test_only_float32_and_its_halves_travel_compressed() -> None:
 
 
 def test_every_exchange_that_may_be_chosen_has_a_cost() -> None:
-    names = ["oktopk", "oktopk:0.03", "lean:0.03", "int8", "lean:int4", "bf16"]
+    names = ["oktopk", "oktopk:0.03", "lean:0.03", "int8", "lean:int4", "bf16@nodes"]
     strategies = compressed_strategies(names, small_trace(), RING)
     assert list(strategies.planners) == names
     here = strategies.priced(RING.at(64))
-    assert {"dense", "oktopk:0.01", "oktopk:0.2", "oktopk:0.03", "int8", "int4", "bf16"} == (
+    assert {"dense", "oktopk:0.01", "oktopk:0.2", "oktopk:0.03", "int8", "int4", "bf16@nodes"} == (
         set(here.curves) - {"oktopk:0.02", "oktopk:0.05", "oktopk:0.1"}
     )
     assert here.world_size == 64
@@ -138,10 +141,11 @@ def test_packed_values_cost_less_and_are_told_apart() -> None:
 
 def test_assumptions_are_of_what_was_asked_for() -> None:
     told = {name: "; ".join(compressed_strategies([name], small_trace(), RING).assumptions) for name in
-            ("int8", "bf16", "oktopk:0.01")}  # fmt: skip
+            ("int8", "bf16", "oktopk:0.01", "int4@nodes")}  # fmt: skip
     assert "0.50 ms per 110 M elements" in told["int8"] and "virtual ranks" not in told["int8"]
     assert "bf16 computes for 0.57 ms per 110 M elements, three passes on an H200" in told["bf16"]
     assert "virtual ranks" in told["oktopk:0.01"] and "all-to-all" not in told["oktopk:0.01"]
+    assert ["DataParallel does not run that yet" in words for words in told.values()] == [False, False, False, True]
 
 
 def test_without_compression_nothing_is_added() -> None:
@@ -150,8 +154,8 @@ def test_without_compression_nothing_is_added() -> None:
 
 
 def test_the_kinds_of_a_plan_are_priced_and_unknown_ones_left_to_the_network() -> None:
-    here = priced(NODES, ["dense", "int8", "oktopk:0.01", "gtopk:0.01"])
-    assert set(here.curves) == {"dense", "int8", "oktopk:0.01"}
+    here = priced(NODES, ["dense", "int8", "oktopk:0.01@nodes", "gtopk:0.01"])
+    assert set(here.curves) == {"dense", "int8", "oktopk:0.01@nodes"}
     assert here.curve("dense") is NODES.curve("dense")
 
 
@@ -164,4 +168,4 @@ def test_what_one_rank_sends() -> None:
     packed = {wire: sent_nbytes(f"oktopk:0.01:{wire}", bucket, 4) or 0 for wire in ("fp32", "bf16", "int8")}
     assert packed["fp32"] == sent_nbytes("oktopk:0.01", bucket, 4) and packed["fp32"] > packed["bf16"] > packed["int8"]
     assert "8 bytes an entry" in about_sent(["dense", "oktopk:0.01"]) and about_sent(["dense", "int8"]) == ""
-    assert sent_nbytes("gtopk:0.01", bucket, 4) is None
+    assert sent_nbytes("int8@nodes", bucket, 4) is None is sent_nbytes("gtopk:0.01", bucket, 4)

@@ -13,7 +13,7 @@ from anabranch.tools.predict import scaling
 from anabranch.tools.predict.scaling import Strategy, scale, strategy_kinds
 from tools.cli.nouns import RING, json_of, measured, small_trace, trace_file
 
-ROUNDED = ["int8", "int4", "lean:int8", "lean:bf16", "auto", "lean:auto", "lean:auto:int8"]
+ROUNDED = ["int8", "int4@nodes", "lean:int8", "lean:bf16@nodes", "auto", "lean:auto", "lean:auto:int8"]
 SPARSE = ["lean", "lean:0.01", "lean:0.01:bf16", "oktopk", "auto:oktopk:0.01", "lean:auto:oktopk:0.01"]
 QUICK = ["--planners", "by_bytes,optimal", "--compress", "none"]
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from anabranch.planning.ladder import least_lossy
 from anabranch.planning.merge import compressed_if_faster
-from anabranch.planning.prices import Exchange, quantised_exchange, sparse_exchange
+from anabranch.planning.prices import BETWEEN_NODES, Exchange, quantised_exchange, sparse_exchange
 from anabranch.tools.predict.scaling.result import Kind
 from anabranch.values.kinds.fidelity import error_of, ladder
 from anabranch.values.kinds.formats import ENTRY_NBYTES
@@ -38,37 +38,40 @@ LEAN = "lean"  # sends the messages of Ok-Topk, or of the kind behind the colon,
 
 
 class Compression(NamedTuple):
-    """What the name of a strategy says, such as "int8", "oktopk:0.01:bf16" or "lean:int4".
+    """What the name of a strategy says, such as "int8", "oktopk:0.01:bf16", "oktopk:0.01@nodes" or "lean:int4".
 
-    kinds   the exchanges that it chooses from: one, all densities of Ok-Topk, or those of "auto"
-    lean    whether the Lean engine runs them
-    wire    how sparse ones send values
+    kinds           the exchanges that it chooses from: one, all densities of Ok-Topk, or those of "auto"
+    lean            whether the Lean engine runs them
+    between_nodes   whether they run between nodes alone
+    wire            how sparse ones send values
     """
 
     kinds: tuple[str, ...]
     lean: bool = False
+    between_nodes: bool = False
     wire: Wire = "fp32"
 
     @classmethod
     def named(cls, name: str) -> "Compression":
         """The compression of this name; ValueError if there is none."""
-        lean = name.partition(":")[0] == LEAN
-        exchange = name.removeprefix(f"{LEAN}:")  # "lean:int8" runs int8, "lean:0.01" Ok-Topk
+        what = name.removesuffix(BETWEEN_NODES)
+        lean, between_nodes = what.partition(":")[0] == LEAN, what != name
+        exchange = what.removeprefix(f"{LEAN}:")  # "lean:int8" runs int8, "lean:0.01" Ok-Topk
         if exchange in COMPRESSED:
-            return cls((exchange,), lean)
+            return cls((exchange,), lean, between_nodes)
         family, colon, at_least = exchange.partition(":")
         if family == AUTO and bool(colon) == bool(at_least) and (chosen := _ladder(at_least)):
-            return cls(chosen, lean)
-        plain, wire = split_wire(name)
+            return cls(chosen, lean, between_nodes)
+        plain, wire = split_wire(what)
         if family != OKTOPK and plain != LEAN and not (lean and family[:1] in "0123456789."):
             raise ValueError(
                 f"--compress is {name!r}: expected {AUTO} (as faithful as is hidden, down to int4), "
                 f"{AUTO}:{OKTOPK}:0.01 (down to 1 % sparse), {', '.join(COMPRESSED)}, {OKTOPK} "
                 f"(as dense as is hidden), {OKTOPK}:0.01 or {OKTOPK}:0.01:bf16 (with packed values); on Lean "
-                f"{LEAN}:int8, {LEAN}:{AUTO}, {LEAN} or {LEAN}:0.01"
+                f"{LEAN}:int8, {LEAN}:{AUTO}, {LEAN} or {LEAN}:0.01; between nodes alone int8{BETWEEN_NODES}"
             )
-        densities = DENSITIES if plain in (OKTOPK, LEAN) else [given_density(name, wires=True)]
-        return cls(tuple(map(kind_of, densities)), lean, wire)
+        densities = DENSITIES if plain in (OKTOPK, LEAN) else [given_density(what, wires=True)]
+        return cls(tuple(map(kind_of, densities)), lean, between_nodes, wire)
 
     @property
     def strategy_kind(self) -> Kind:
@@ -85,7 +88,7 @@ class Compression(NamedTuple):
     @property
     def collectives(self) -> list[str]:
         """The names of ``kinds`` in the buckets of a plan and in the costs of a network."""
-        return [with_wire(kind, self.wire) for kind in self.kinds]
+        return [with_wire(kind, self.wire) + BETWEEN_NODES * self.between_nodes for kind in self.kinds]
 
     def planner(self, dense: Sequence[str]) -> Planner:
         """The planner that chooses among these kinds; the gradients named ``dense`` travel so."""
@@ -126,7 +129,7 @@ def compressed_strategies(names: Sequence[str], trace: Trace, network: Network) 
     wanted = {name: Compression.named(name) for name in names}
     planners = {name: compression.planner(dense) for name, compression in wanted.items()}
     exchanges = exchanges_on(network, (kind for compression in wanted.values() for kind in compression.collectives))
-    return CompressedStrategies(planners, exchanges, _assumptions(exchanges, network))
+    return CompressedStrategies(planners, exchanges, _assumptions(wanted.values(), exchanges, network))
 
 
 def exchanges_on(network: Network, kinds: Iterable[str]) -> list[Exchange]:
@@ -139,9 +142,14 @@ def priced(network: Network, kinds: Iterable[str]) -> Network:
     return _with_costs(network, exchanges_on(network, kinds))
 
 
+def kind_of_bucket(collective: str) -> str:
+    """The kind that a bucket of a live plan names, which has neither the wire nor the "@nodes" of a price."""
+    return split_wire(collective.removesuffix(BETWEEN_NODES))[0]
+
+
 def as_sent(plan: Plan) -> Plan:
-    """The plan as a live one names its kinds: without the wire that prices have."""
-    return replace(plan, buckets=tuple(replace(b, collective=split_wire(b.collective)[0]) for b in plan.buckets))
+    """The plan as a live one names its kinds: ``kind_of_bucket`` of every bucket."""
+    return replace(plan, buckets=tuple(replace(b, collective=kind_of_bucket(b.collective)) for b in plan.buckets))
 
 
 def sent_nbytes(kind: str, tensors: Sequence[TensorSpec], ranks: int) -> int | None:
@@ -151,7 +159,7 @@ def sent_nbytes(kind: str, tensors: Sequence[TensorSpec], ranks: int) -> int | N
     """
     if kind == DENSE:  # a ring all-reduce
         return 2 * (ranks - 1) * sum(tensor.nbytes for tensor in tensors) // ranks
-    exchange = _exchange(kind)
+    exchange = None if kind.endswith(BETWEEN_NODES) else _exchange(kind)  # which depends on how many nodes there are
     return None if exchange is None else exchange.sent_nbytes(sum(tensor.numel for tensor in tensors), ranks)
 
 
@@ -174,19 +182,25 @@ def _with_costs(network: Network, exchanges: Iterable[Exchange]) -> Network:
 
 def _exchange(collective: str, network: Network | None = None) -> Exchange | None:
     """The exchange that buckets name so; what it computes is taken from ``network`` where it was measured there."""
-    if collective in COMPRESSED:
-        return quantised_exchange(collective, network)
-    plain, wire = split_wire(collective)
+    kind = collective.removesuffix(BETWEEN_NODES)
+    plain, wire = split_wire(kind)
     density = density_of(plain)
-    return None if density is None else sparse_exchange(density, network, OkTopk(wire=wire))
+    if kind in COMPRESSED:
+        found = quantised_exchange(kind, network)
+    elif density is not None:
+        found = sparse_exchange(density, network, OkTopk(wire=wire))
+    else:
+        return None
+    return found if kind == collective else found.between_nodes()
 
 
-def _assumptions(exchanges: Sequence[Exchange], network: Network) -> list[str]:
-    """What the costs of these exchanges assume, in sentences."""
-    if not exchanges:
+def _assumptions(wanted: Iterable[Compression], exchanges: Sequence[Exchange], network: Network) -> list[str]:
+    """What the costs of these strategies assume, in sentences."""
+    wanted = list(wanted)
+    if not wanted:
         return []
-    rounded = {found.kind: found for found in exchanges if found.kind in COMPRESSED}
-    sparsely = [found for found in exchanges if found.kind not in COMPRESSED]
+    rounded = {kind: found for found in exchanges if (kind := kind_of_bucket(found.kind)) in COMPRESSED}
+    sparsely = [found for found in exchanges if density_of(kind_of_bucket(found.kind)) is not None]
     said = []
     if rounded:
         said.append(
@@ -196,7 +210,7 @@ def _assumptions(exchanges: Sequence[Exchange], network: Network) -> list[str]:
         said += [f"{kind} computes for {found.computing.source}" for kind, found in rounded.items()]
     if sparsely:
         sources = " and ".join(dict.fromkeys(found.computing.source for found in sparsely))
-        wires = dict.fromkeys(split_wire(found.kind)[1] for found in sparsely)
+        wires = dict.fromkeys(split_wire(found.kind.removesuffix(BETWEEN_NODES))[1] for found in sparsely)
         sizes = " or ".join(f"{ENTRY_NBYTES[wire]} bytes as {wire}" for wire in wires)
         said += [
             "sparse buckets cost the messages that virtual ranks count for Ok-Topk's fixed-size exchange, 2(P-1) of "
@@ -205,6 +219,11 @@ def _assumptions(exchanges: Sequence[Exchange], network: Network) -> list[str]:
         ]
     if measured := [found.kind for found in exchanges if found.kind in network.curves]:
         said.append(f"at {network.world_size} ranks {', '.join(measured)} buckets cost what was measured there")
+    if any(compression.between_nodes for compression in wanted):
+        said.append(
+            f"{BETWEEN_NODES}: dense sums inside each node, and the exchange between nodes alone: a price, since "
+            "DataParallel does not run that yet; on a network without nodes it is the plain exchange"
+        )
     return [
         *said,
         "what compressed buckets compute does not slow the backward pass",

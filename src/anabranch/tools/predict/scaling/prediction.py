@@ -59,7 +59,7 @@ def scale(
     world_sizes     numbers of ranks, rising
     planners        names of ``planning.PLANNERS``: strategies that send every value
     compress        further strategies with compressed buckets where they gain: names that ``Compression.named`` knows,
-                    such as "int8", "oktopk:0.01", "auto" or "lean:int8"
+                    such as "int8", "oktopk:0.01", "auto", "lean:int8" or "int8@nodes"
     sharded         further strategies that shard the model by FSDP2: a name of ``SHARDING_MODES``; "hsdp" and its like
                     shard inside nodes, on two-level networks, "hsdp@int8" with int8 between them
     scaling         "weak" keeps the batch of each rank, "strong" the global batch
