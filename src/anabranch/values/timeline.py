@@ -78,7 +78,8 @@ class Timeline:
     @property
     def exposed_s(self) -> float:
         """Time during which a lane was busy and nothing was computed: communication that nothing hid."""
-        return max(0.0, _measure(union(self.spans)) - _measure(union(self.compute)))
+        exposed_s = _measure(union(self.spans)) - _measure(union(self.compute))
+        return min(max(0.0, exposed_s), self.communication_s)  # the difference is rounded
 
     @property
     def overlap(self) -> float:
