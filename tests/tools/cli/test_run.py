@@ -2,8 +2,11 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -82,6 +85,54 @@ def test_two_ranks_of_an_unchanged_script(launcher: list[str], steps: str, scrip
     if steps == "250":
         assert " ms a step" in said
         assert "nothing was gained (running DDP's own buckets: " in said or "× as fast" in said
+
+
+TRAINS_ON = """
+import os, torch, torch.distributed as dist
+dist.init_process_group("gloo")
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Sequential(*(torch.nn.Linear(256, 256) for _ in range(8))))
+step = 0
+while True:
+    model(torch.ones(64, 256)).square().mean().backward()
+    step += 1
+    if step == 20:
+        os.write(1, b"trained\\n")
+"""
+ELASTIC_S = 30.0  # after which torchrun kills ranks that have not obeyed
+
+
+@pytest.mark.campaign_but_first
+@pytest.mark.parametrize("whom", ["all", "launcher"])
+def test_ctrl_c_ends_all(whom: str, tmp_path: Path) -> None:
+    """A terminal sends it to the launcher and all ranks; a scheduler to the launcher."""
+    script = tmp_path / "train.py"
+    script.write_text(TRAINS_ON)
+    argv = [sys.executable, "-m", "anabranch", "run", "--nproc-per-node", "2", str(script)]
+    mark = f"{tmp_path}/mark"
+    with subprocess.Popen(
+        argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True, env={**os.environ, "MARK": mark}
+    ) as command:
+        assert command.stdout is not None
+        assert [command.stdout.readline() for _ in range(2)] == [b"trained\n"] * 2
+        began = time.monotonic()
+        if whom == "all":
+            for pid in marked(mark):
+                os.kill(pid, signal.SIGINT)
+        else:
+            command.send_signal(signal.SIGINT)
+        command.communicate(timeout=120)
+        assert time.monotonic() - began < ELASTIC_S, "ranks have lost the signal"
+    assert command.returncode != 0 and marked(mark) == []
+
+
+def marked(mark: str) -> list[int]:
+    """The processes that were started with this mark in their environment."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            if f"MARK={mark}".encode() in (folder / "environ").read_bytes().split(b"\0"):
+                found.append(int(folder.name))
+    return found
 
 
 ENDS = """
