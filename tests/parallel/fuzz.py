@@ -160,10 +160,12 @@ def train(model: Model, case: Case) -> None:
 
 def hook(module: Mixture, seen: list[str]) -> None:
     """Hooks as a program has them: one changes a gradient, others look."""
-    module.parts[0].weight.register_hook(lambda gradient: 0.5 * gradient)
-    module.parts[-1].weight.register_post_accumulate_grad_hook(lambda _: seen.append("accumulated"))
-    module.parts[-1].register_forward_hook(lambda *_: seen.append("forward"))
-    module.parts[0].register_full_backward_hook(lambda *_: seen.append("backward"))
+    first, last = module.parts[0], module.parts[-1]
+    assert isinstance(first, nn.Linear) and isinstance(last, nn.Linear)
+    first.weight.register_hook(lambda gradient: 0.5 * gradient)
+    last.weight.register_post_accumulate_grad_hook(lambda _: seen.append("accumulated"))
+    last.register_forward_hook(lambda *_: seen.append("forward"))
+    first.register_full_backward_hook(lambda *_: seen.append("backward"))
 
 
 def loss_of(model: Model, case: Case, step: int) -> torch.Tensor:

@@ -8,6 +8,7 @@ import pytest
 from anabranch import Network, Span, Timeline, Trace, planners, save
 from anabranch.planning.simulator import simulate
 from anabranch.tools.cli.main import main
+from anabranch.values.files import Noun
 from tools.cli.nouns import HOSTILE, measured, small_trace
 
 CONTROLS = set("\x1b\x07\x9b\u202e")
@@ -29,7 +30,13 @@ def test_whatever_reads_a_hostile_file(
     trace, network = Trace(small_trace(HOSTILE).tensors, 0.02, META), Network(8, measured().curves, meta=META)
     plan = planners.optimal(trace, network)
     spans = Timeline((Span("compute", HOSTILE, 0.0, 1.0), Span(HOSTILE, HOSTILE, 0.0, 1.0)), META)
-    nouns = {"trace": trace, "network": network, "plan": plan, "spans": spans, "steps": simulate(trace, plan, network)}
+    nouns: dict[str, Noun] = {
+        "trace": trace,
+        "network": network,
+        "plan": plan,
+        "spans": spans,
+        "steps": simulate(trace, plan, network),
+    }
     for name, noun in nouns.items():
         save(noun, f"{name}.json")
     Path("bad.json").write_text(json.dumps({"format": HOSTILE, "version": HOSTILE}))
