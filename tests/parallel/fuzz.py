@@ -1,15 +1,18 @@
 """Random models, DDP arguments and ways to train: each case is drawn from a seed, and trained under either wrapper."""
 
+import copy
 import random
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 from anabranch import DataParallel
 from parallel.twins import SCENARIOS, WIDTH, Model, batch, close, dtypes_of, ring, scatter, scattered, state
@@ -30,6 +33,10 @@ class Case:
     zeros_kept: bool
     loss: str
     scenario: str
+    checkpointed: str  # how activations of the second half are recomputed: "", "reentrant" or "saved tensors"
+    hooked: bool  # the program has hooks of its own
+    joins: bool  # ranks have different numbers of steps
+    starts: int  # how often the model is wrapped and trained; later starts find the choices of earlier ones
 
     @property
     def text(self) -> str:
@@ -58,7 +65,7 @@ def drawn(seed: int) -> Case:
     delayed = chance.random() < 0.15
     if delayed:
         no_sync = [0]  # a delayed all-reduce and the next pass would write to one buffer
-    return Case(
+    case = Case(
         tuple(parts),
         tuple((name, value) for name, value in options.items() if chance.random() < 0.8 or value is True),
         delayed=delayed,
@@ -66,15 +73,33 @@ def drawn(seed: int) -> Case:
         zeros_kept=chance.random() < 0.3,
         loss=chance.choice(["mean", "mean", "two forwards", "parameters", "grad first"]),
         scenario=chance.choice(["plans again and again", "is given the plan", "goes back"]),
+        checkpointed=chance.choice(["", "", "reentrant", "saved tensors"]),
+        hooked=chance.random() < 0.3,
+        joins=chance.random() < 0.3,
+        starts=chance.choice([1, 1, 2]),
     )
+    return _possible(case)
+
+
+def _possible(case: Case) -> Case:
+    """The case without what fails or waits for ever under DDP itself, on one rank alone."""
+    if case.checkpointed == "reentrant" and case.loss in ("grad first", "parameters"):
+        case = replace(case, loss="mean")
+    if case.delayed or dict(case.options).get("static_graph"):
+        case = replace(case, joins=False, checkpointed="", hooked=False)
+    if case.joins:  # a rank that has ended answers the collectives of a plain step, and no others
+        parts = tuple(part if part not in ("norm", "sometimes", "unused") else "linear" for part in case.parts)
+        case = replace(case, parts=parts, loss="mean", checkpointed="", no_sync=(0,))
+    return case
 
 
 class Mixture(nn.Module):
     """Parts in a row."""
 
-    def __init__(self, parts: tuple[str, ...]) -> None:
+    def __init__(self, parts: tuple[str, ...], checkpointed: str = "") -> None:
         super().__init__()
         self.kinds = parts
+        self.checkpointed = checkpointed
         self.parts = nn.ModuleList(self._part(kind) for kind in parts)
         for kind, part in zip(parts, self.parts, strict=True):
             if kind == "tied":
@@ -93,7 +118,16 @@ class Mixture(nn.Module):
         return nn.Linear(WIDTH, WIDTH, dtype=dtype).requires_grad_(kind != "frozen")
 
     def forward(self, x: torch.Tensor, sometimes: bool) -> torch.Tensor:
-        for kind, part in zip(self.kinds, self.parts, strict=True):
+        middle = len(self.parts) // 2
+        if not self.checkpointed:
+            return self._run(x, sometimes, 0, len(self.parts))
+        x = self._run(x, sometimes, 0, middle)
+        reentrant = self.checkpointed == "reentrant"
+        out: torch.Tensor = checkpoint(self._run, x, sometimes, middle, len(self.parts), use_reentrant=reentrant)
+        return out
+
+    def _run(self, x: torch.Tensor, sometimes: bool, first: int, last: int) -> torch.Tensor:
+        for kind, part in list(zip(self.kinds, self.parts, strict=True))[first:last]:
             if kind == "unused" or (kind == "sometimes" and not sometimes):
                 continue
             if kind in ("embedding", "sparse"):
@@ -112,14 +146,26 @@ class Mixture(nn.Module):
 def train(model: Model, case: Case) -> None:
     """Some steps of plain SGD, which takes sparse gradients, too."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    for step in range(STEPS):
-        optimizer.zero_grad(set_to_none=not case.zeros_kept)
-        passes = case.no_sync[step % len(case.no_sync)]
-        for number in range(passes + 1):
-            with model.no_sync() if number < passes else nullcontext():
-                loss_of(model, case, 10 * step + number).backward()
-        dist.barrier()  # nobody waits for delayed all-reduces; a barrier waits for all that was begun
-        optimizer.step()
+    with model.join() if case.joins else nullcontext():
+        for step in range(STEPS - 2 * dist.get_rank() if case.joins else STEPS):
+            optimizer.zero_grad(set_to_none=not case.zeros_kept)
+            passes = case.no_sync[step % len(case.no_sync)]
+            for number in range(passes + 1):
+                with model.no_sync() if number < passes else nullcontext():
+                    loss_of(model, case, 10 * step + number).backward()
+            if not case.joins:
+                dist.barrier()  # nobody waits for delayed all-reduces; a barrier waits for all that was begun
+            optimizer.step()
+
+
+def hook(module: Mixture, seen: list[str]) -> None:
+    """Hooks as a program has them: one changes a gradient, others look."""
+    first, last = module.parts[0], module.parts[-1]
+    assert isinstance(first, nn.Linear) and isinstance(last, nn.Linear)
+    first.weight.register_hook(lambda gradient: 0.5 * gradient)
+    last.weight.register_post_accumulate_grad_hook(lambda _: seen.append("accumulated"))
+    last.register_forward_hook(lambda *_: seen.append("forward"))
+    first.register_full_backward_hook(lambda *_: seen.append("backward"))
 
 
 def loss_of(model: Model, case: Case, step: int) -> torch.Tensor:
@@ -140,24 +186,36 @@ def loss_of(model: Model, case: Case, step: int) -> torch.Tensor:
 def outcome(case: Case, seed: int, wrap: Callable[[nn.Module, dict[str, Any]], Model]) -> dict[str, Any]:
     """The error's type, if there was one, and the state after training."""
     torch.manual_seed(seed)
-    module = Mixture(case.parts)
-    options = dict(case.options)
-    if case.delayed:
-        named = [(name, p) for name, p in module.named_parameters() if name.startswith(f"parts.{len(case.parts) - 1}.")]
-        hooked = module.parts[0].weight  # its gradient comes later
-        options |= {"delay_all_reduce_named_params": named, "param_to_hook_all_reduce": hooked}
-    model = None
-    error = ""
-    try:
-        model = wrap(module, options)
-        train(model, case)
-    except Exception as caught:
-        error = f"{type(caught).__name__} {caught}"
-    found = {} if model is None else {name: tensor.clone() for name, tensor in state(model).items()}
-    if isinstance(model, DataParallel):
-        model.close()
-    dist.barrier()
-    return {"error": error, "state": found}
+    module = Mixture(case.parts, case.checkpointed)
+    seen: list[str] = []
+    found: dict[str, Any] = {"error": "", "state": {}, "seen": seen}
+    for _ in range(case.starts):
+        module = copy.deepcopy(module)
+        if case.hooked:
+            hook(module, seen)
+        model = None
+        try:
+            model = wrap(module, options_for(module, case))
+            train(model, case)
+        except Exception as caught:
+            found["error"] = f"{type(caught).__name__} {caught}"
+        if model is not None:
+            found["state"] = {name: tensor.clone() for name, tensor in state(model).items()}
+        if isinstance(model, DataParallel):
+            model.close()
+        dist.barrier()
+        if found["error"]:
+            break
+    return found
+
+
+def options_for(module: Mixture, case: Case) -> dict[str, Any]:
+    """The arguments of DDP."""
+    if not case.delayed:
+        return dict(case.options)
+    named = [(name, p) for name, p in module.named_parameters() if name.startswith(f"parts.{len(case.parts) - 1}.")]
+    hooked = module.parts[0].weight  # its gradient comes later
+    return {**dict(case.options), "delay_all_reduce_named_params": named, "param_to_hook_all_reduce": hooked}
 
 
 def compared(seed: int) -> tuple[list[str], bool]:
@@ -173,16 +231,18 @@ def compared(seed: int) -> tuple[list[str], bool]:
             plan = scatter(dtypes_of(module))
         return DataParallel(
             module,
-            planner=scattered,
+            planner=scattered if case.starts == 1 else "per_tensor",  # choices of a function are not kept
             network=ring(),
             profile_steps=1,
+            cache=folder if case.starts > 1 else False,
             policy=SCENARIOS[case.scenario],
             plan=plan,
             **options,
         )
 
     theirs = outcome(case, seed, lambda module, options: DistributedDataParallel(module, **options))
-    found = outcome(case, seed, ours)
+    with TemporaryDirectory() as folder:
+        found = outcome(case, seed, ours)
     apart = []
     if theirs["error"].split(" ")[0] != found["error"].split(" ")[0]:
         apart.append(f"error {found['error']!r}, not {theirs['error']!r}")
@@ -192,5 +252,6 @@ def compared(seed: int) -> tuple[list[str], bool]:
         apart.append(f"{sorted(theirs['state'].keys() ^ found['state'].keys())} in one only")
     else:
         tensors = theirs["state"].items()
+        apart += ["hooks were called at other times"] if theirs["seen"] != found["seen"] else []
         apart += [f"{name} differs" for name, tensor in tensors if not close(tensor, found["state"][name], 0.0)]
     return [f"seed {seed}: {what}; {case.text}" for what in apart[:2]], bool(theirs["error"])

@@ -47,5 +47,7 @@ def test_cases_have_variety() -> None:
         "frozen",
         "sometimes",
     }
-    assert {case.delayed for case in cases} == {True, False}
+    assert {case.delayed for case in cases} == {case.joins for case in cases} == {case.hooked for case in cases}
+    assert {case.checkpointed for case in cases} == {"", "reentrant", "saved tensors"}
+    assert {case.starts for case in cases} == {1, 2} and {case.delayed for case in cases} == {True, False}
     assert {dict(case.options).get("static_graph") for case in cases} >= {True}

@@ -4,8 +4,9 @@ import os
 import signal
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -13,30 +14,44 @@ from torch import nn
 from anabranch.parallel import DataParallel
 from ranks import CONTEXT, patience
 
-INTERRUPTED = 7  # the exit code of a rank whose training loop saw KeyboardInterrupt
-TRIES = 6
+INTERRUPTED = 7  # the exit code of a rank whose training loop saw what the handler raised
+TRIES = 8
+WIDTH = 512  # so that most of a backward pass is in C++, where a signal waits for the next line of Python
 DEADLINE_S = 20.0  # a rank that has lost the signal trains until it is killed
+
+
+class StopError(Exception):
+    """What a program's own handler raises."""
+
+
+def stop(number: int, frame: object) -> NoReturn:
+    """As one that saves a checkpoint, or a timeout."""
+    raise StopError
 
 
 def train_for_ever(rank: int, rendezvous: Path, ready: Any) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, stop)
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo", init_method=f"file://{rendezvous}", rank=rank, world_size=2, timeout=timedelta(seconds=60)
     )
-    model = DataParallel(nn.Sequential(*(nn.Linear(256, 256) for _ in range(8))))
+    model = DataParallel(nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(8))))
     step = 0
     try:
         while True:
-            model(torch.ones(256, 256)).square().mean().backward()
+            loss = model(torch.ones(WIDTH, WIDTH)).square().mean()
             step += 1
             if step == 12:
                 ready.send_bytes(b"ready")
-    except KeyboardInterrupt:
+            loss.backward()
+    except (KeyboardInterrupt, StopError):
         os._exit(INTERRUPTED)
 
 
-def test_ctrl_c_ends_both_ranks(tmp_path: Path) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_both_ranks(number: signal.Signals, tmp_path: Path) -> None:
     for attempt in range(TRIES):
         reader, writer = CONTEXT.Pipe(duplex=False)
         rendezvous = tmp_path / str(attempt)
@@ -49,7 +64,7 @@ def test_ctrl_c_ends_both_ranks(tmp_path: Path) -> None:
                 reader.recv_bytes()
             for process in ranks:
                 assert process.pid is not None
-                os.kill(process.pid, signal.SIGINT)
+                os.kill(process.pid, number)
             for process in ranks:
                 process.join(DEADLINE_S * patience())
             codes = [process.exitcode for process in ranks]

@@ -9,7 +9,7 @@ from pathlib import Path
 from soak import links
 from soak.campaign import Campaign, Result, drawn, run_campaign
 from soak.case import Case
-from soak.faults import FAULTS
+from soak.faults import FAULTS, NEEDS_ROOT
 from soak.report import markdown, write_report
 from soak.world import Server
 
@@ -19,9 +19,9 @@ def main() -> int:
     options = _options()
     began = time.monotonic()
     skipped = links.problem()
-    names = [name for name in options.only or FAULTS if not skipped or FAULTS[name].scenario != "links"]
+    names = [name for name in options.only or FAULTS if not skipped or FAULTS[name].scenario not in NEEDS_ROOT]
     if skipped:
-        print(f"No faults of links: {skipped}")
+        print(f"No faults of links and disks: {skipped}")
     given = [Case.parse(text) for text in options.case for _ in range(options.times)]
     cases = iter(given) if given else drawn(options.seed, names)
     with Server() as server, tempfile.TemporaryDirectory(prefix="anabranch-soak-") as scratch:

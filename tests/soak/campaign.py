@@ -53,6 +53,12 @@ class Campaign:
             _forget_journals(folder)
             control = self._control(case) if _is_comparable(case) else None
             verdict = judge(case, run_world(self._server, case, folder, phase="killed"), control)
+        elif case.kind.scenario == "shared cache":
+            verdict = self._sharing(case, folder)
+        elif case.kind.scenario == "full disk":
+            control = self._control(case) if _is_comparable(case) else None
+            with hostile.full_disk(folder / "cache"):
+                verdict = judge(case, run_world(self._server, case, folder), control)
         elif case.kind.scenario == "links":
             with links.changing(case, folder) as (place, meanwhile):
                 records = run_world(self._server, case, folder, meanwhile, place=place)
@@ -86,6 +92,21 @@ class Campaign:
         control = None if CONFIGURATIONS[case.configuration].lossy else self._trained_by_ddp(_without_fault(case))
         second = judge(case, run_world(self._server, case, folder, phase="restarted"), control)
         return first if not first.good else replace(second, stage=first.stage)
+
+    def _sharing(self, case: Case, folder: Path) -> Verdict:
+        """Two trainings of one model at once, which read and write one cache."""
+        cache, twin = folder / "cache", folder / "twin"
+        cache.mkdir(parents=True)
+        twin.mkdir()
+        (twin / "cache").symlink_to(cache)
+        control = self._control(case) if _is_comparable(case) else None
+        with ThreadPoolExecutor(1) as pool:
+            other = pool.submit(run_world, self._server, case, twin)
+            verdict = judge(case, run_world(self._server, case, folder), control)
+        if verdict.good:
+            verdict = judge(case, other.result(), control)
+        problem = hostile.cache_problem(cache)
+        return replace(verdict, outcome="unnamed traceback", why=problem) if problem else verdict
 
     def _resumed(self, case: Case, folder: Path) -> Verdict:
         """Train as a whole, until a kill, and from there on; the ends must be equal bit by bit."""

@@ -20,6 +20,8 @@ Scenario = Literal[
     "hostile state",
     "hostile cache",
     "saving",
+    "shared cache",
+    "full disk",
     "links",
 ]
 
@@ -35,6 +37,7 @@ CACHED = (
     "lean-adamw",
     "batch-norm-measured",
 )
+NEEDS_ROOT = ("links", "full disk")  # scenarios
 SIGNALS = ("interrupt", "terminate", "lose-signal")  # actions after which a rank ends at once
 SHARDED_ROWS = (
     "killed",
@@ -225,6 +228,19 @@ def _faults() -> list[Fault]:
             )
             for fault in found
             if fault.name in IN_CACHED_STARTS
+        ),
+        Fault(
+            "shared-cache",
+            "a shared cache",
+            "explain",
+            "data",
+            control="no fault",
+            scenario="shared cache",
+            only=CACHED,
+        ),
+        Fault("shared-cache-kill", "a shared cache", "kill", "any", silent=True, scenario="shared cache", only=CACHED),
+        Fault(
+            "full-disk", "the disk is full", "explain", "data", control="no fault", scenario="full disk", only=CACHED
         ),
         Fault("links-slower", "links change", "rate", scenario="links", last_moment=24),
         Fault("links-down", "links change", "down", scenario="links", last_moment=24),

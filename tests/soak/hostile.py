@@ -4,12 +4,16 @@ import json
 import os
 import random
 import signal
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
 
 import anabranch as ab
+from anabranch.tuning.plan_cache import Entry, PlanCache
 from parallel.twins import dtypes_of, scatter
 from soak.journal import Journal
 from soak.training import Training
@@ -127,6 +131,28 @@ def kill_noted(journal: Journal) -> None:
     """Note the fault, then die."""
     journal.note("fault", step=0, stage="writing")
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+@contextmanager
+def full_disk(folder: Path) -> Iterator[None]:
+    """A context in which this folder has no room for a cached plan: a page of memory, which needs root."""
+    folder.mkdir(parents=True)
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4k", "anabranch-soak", folder], check=True)
+    try:
+        (folder / "full").write_bytes(bytes(4096))
+        yield
+    finally:
+        subprocess.run(["umount", "--lazy", folder], check=True)
+
+
+def cache_problem(folder: Path) -> str:
+    """Which file of a plan cache is not whole; empty if all are. What a killed writer had begun is left aside."""
+    for path in PlanCache(folder).files():
+        try:
+            Entry.read(path)
+        except Exception as error:
+            return f"{path.name} is damaged: {error}"
+    return ""
 
 
 def saved_problem(folder: Path) -> str:

@@ -275,6 +275,8 @@ def saving(rank: Rank) -> None:
 SCENARIOS: Mapping[str, Callable[[Rank], None]] = {
     "train": train,
     "links": train,
+    "shared cache": train,
+    "full disk": train,
     "resume": resume,
     "restart": restart,
     "second start": restart,

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -309,6 +310,35 @@ def test_a_link_is_read_and_replaced_but_never_written_through(tmp_path: Path) -
     with lines() as found:
         assert PlanCache(tmp_path).read(KEY) is None, "a link to nowhere is as good as no file"
     assert found == []
+
+
+@contextmanager
+def no_superuser() -> Iterator[None]:
+    """Within this context the kernel's rights of folders hold, also where tests run as root."""
+    user = os.geteuid()
+    if user == 0:
+        os.seteuid(65534)
+    try:
+        yield
+    finally:
+        os.seteuid(user)
+
+
+@pytest.mark.parametrize("place", ["forbidden/.cache/plans", "n" * 300, "file/plans", "readable/plans"])
+def test_a_whole_training_with_a_folder_that_cannot_be_used_has_one_line(place: str) -> None:
+    """As in a container whose user may not enter HOME."""
+    with TemporaryDirectory() as folder, lines() as found:  # pytest's own folders are for their owner alone
+        Path(folder).chmod(0o755)
+        Path(folder, "forbidden").mkdir(mode=0)
+        Path(folder, "readable").mkdir(mode=0o555)
+        Path(folder, "file").write_text("not a folder")
+        with no_superuser():
+            cache = PlanCache(Path(folder, place))
+            assert cache.newest(KEY) is None and cache.read(KEY) is None
+            for _ in range(3):  # a choice after every search
+                cache.write(KEY, CHOICE)
+    (line,) = found
+    assert "anabranch: the plan cache " in line and line.isprintable()
 
 
 @pytest.mark.parametrize("name", ["file", "n" * 300, "\0"])

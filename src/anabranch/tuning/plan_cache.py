@@ -155,10 +155,14 @@ class Entry:
 
 
 class PlanCache:
-    """The files of a folder, which is made when the first one is written. No method raises an error about a file."""
+    """The files of a folder, which is made when the first one is written. No method raises an error about a file.
+
+    A folder that cannot be used is one line, not one for every choice: from then on nothing is written.
+    """
 
     def __init__(self, folder: Folder) -> None:
         self.folder = Path(folder)
+        self._is_unusable = False
 
     def read(self, key: CacheKey, check: Callable[[CachedChoice], object] = bool) -> CachedChoice | None:
         """The choice for this key, or None if there is none that can be used; ``check`` raises if one does not fit."""
@@ -170,6 +174,7 @@ class PlanCache:
         except (FileNotFoundError, NotADirectoryError):  # where the folder is a file, writing will say so
             return None
         except Exception as error:  # whatever is wrong with a file, training goes on
+            self._is_unusable |= isinstance(error, OSError)  # not even opened: its folder may not be entered
             log.warning("anabranch: the plan cache ignores %s", _about(path, error))
             return None
         return entry.choice
@@ -190,11 +195,14 @@ class PlanCache:
 
     def write(self, key: CacheKey, choice: CachedChoice) -> None:
         """Keep this choice under this key, in place of an earlier one; a reader sees the old file or the new."""
+        if self._is_unusable:
+            return
         path = self.folder / key.file_name
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             files.write_bytes(Entry(key, choice).text(), path, force=True)
         except Exception as error:  # as above
+            self._is_unusable = True
             log.warning("anabranch: the plan cache cannot keep %s; the next start searches again", _about(path, error))
 
     def files(self) -> Sequence[Path]:

@@ -26,7 +26,7 @@ from anabranch.tuning.options import TuningOptions
 from anabranch.tuning.plan_cache import CachedChoice, CacheKey, Entry, log, plan_cache
 from anabranch.tuning.trial import Trial
 from anabranch.values.errors import PlanError
-from anabranch.values.files import dumps
+from anabranch.values.files import dumps, plain
 from anabranch.values.kinds.names import DENSE
 from anabranch.values.network import Network
 from anabranch.values.trace import Trace
@@ -106,7 +106,8 @@ class TrainingCache:
                 entry = Entry.of(text, "the cached plan of rank 0")
                 check(entry.choice)
             except Exception as error:  # this rank must still take part in the answer
-                log.warning("anabranch: the plan cache ignores the cached plan of rank 0, on rank %d: %s", rank, error)
+                words = plain(str(error))
+                log.warning("anabranch: the plan cache ignores the cached plan of rank 0, on rank %d: %s", rank, words)
                 entry = None
         return entry if true_on_all_ranks(entry is not None, control) else None
 

@@ -2,8 +2,10 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -82,6 +84,53 @@ def test_two_ranks_of_an_unchanged_script(launcher: list[str], steps: str, scrip
     if steps == "250":
         assert " ms a step" in said
         assert "nothing was gained (running DDP's own buckets: " in said or "× as fast" in said
+
+
+TRAINS_ON = """
+import os, torch, torch.distributed as dist
+dist.init_process_group("gloo")
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Sequential(*(torch.nn.Linear(256, 256) for _ in range(8))))
+step = 0
+while True:
+    model(torch.ones(64, 256)).square().mean().backward()
+    step += 1
+    if step == 20:
+        os.write(1, b"trained\\n")
+"""
+
+
+@pytest.mark.campaign_but_first
+@pytest.mark.parametrize("whom", ["all", "launcher"])
+def test_ctrl_c_ends_all(whom: str, tmp_path: Path) -> None:
+    """A terminal sends it to the launcher and all ranks; a scheduler to the launcher."""
+    script, mark = tmp_path / "train.py", f"{tmp_path}/mark"
+    script.write_text(TRAINS_ON)
+    argv = [sys.executable, "-m", "anabranch", "run", "--nproc-per-node", "2", str(script)]
+    with subprocess.Popen(
+        argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env={**os.environ, "MARK": mark}
+    ) as command:
+        try:
+            assert command.stdout is not None
+            assert [command.stdout.readline() for _ in range(2)] == [b"trained\n"] * 2
+            for pid in marked(mark) if whom == "all" else [command.pid]:
+                os.kill(pid, signal.SIGINT)
+            _, said = command.communicate(timeout=120)
+        finally:
+            left = marked(mark)
+            for pid in left:
+                os.kill(pid, signal.SIGKILL)
+    assert command.returncode != 0 and left == []
+    assert b"forcefully exiting" not in said, "torchrun kills ranks that have lost the signal for 30 s"
+
+
+def marked(mark: str) -> list[int]:
+    """The processes that were started with this mark in their environment."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            if f"MARK={mark}".encode() in (folder / "environ").read_bytes().split(b"\0"):
+                found.append(int(folder.name))
+    return found
 
 
 ENDS = """
