@@ -170,7 +170,7 @@ class Replication:
         return pad(shard, (0, self._shards[name].numel() - shard.numel()))
 
     def padding(self, name: str) -> int:
-        """How many zeros that are, at the end of this rank's shard."""
+        """The number of zeros at the end of this rank's shard."""
         return self._shards[name].numel() - self.known[name].to_local().numel()
 
     @contextmanager

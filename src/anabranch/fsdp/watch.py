@@ -187,7 +187,7 @@ class Watch:
         self._undo.append(handle.remove)
 
     def _begin(self, *_: object) -> None:
-        """In front of FSDP2's hook on the model."""
+        """Runs before FSDP2's hook on the model; marks where a step begins."""
         if not torch.is_grad_enabled():
             return
         if self._ended is not None:
@@ -239,7 +239,7 @@ class Watch:
         self._handle(module.register_forward_hook(end))
 
     def _loss_over(self, one: _Pass, gradient: torch.Tensor) -> None:  # noqa: ARG002
-        """In front of FSDP2's hook on the output of a block; of the last block first."""
+        """Runs before FSDP2's hook on the output of a block, of the last block first; marks where the loss ends."""
         if one.lost is None:
             one.lost = self._clock.mark()
             # Callbacks run in order when backward ends; FSDP2 has queued the one that waits for reductions.

@@ -362,7 +362,7 @@ def _front(times: Floats, errors: Ints) -> Ints:
 
 
 def _most_promising(least: Floats, most: int, known: float) -> Ints:
-    """Indices of at most ``most`` states, those whose error can be smallest, and is not above ``known`` for certain."""
+    """Indices of the ``most`` states with the least bound, where it is not above ``known``."""
     kept = np.flatnonzero(least <= known)
     if len(kept) <= most:
         return kept

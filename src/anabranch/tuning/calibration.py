@@ -171,7 +171,7 @@ def with_calibrated_delays(network: Network, trace: Trace, plan: Plan, computing
 
 
 def with_calibrated_waiting(network: Network, trace: Trace, plan: Plan, ended_s: float) -> Network:
-    """``network`` with so many more seconds for each message that ``plan`` ends at ``ended_s``, if it ended later.
+    """``network`` with a higher cost of each message, so that the simulated ``plan`` ends at ``ended_s``.
 
     The cost of a message is that on its fastest rank. Every message waits for its slowest one, which is another each
     time, so that many messages in a row take longer than their costs together. As delays, it is put down to compressed

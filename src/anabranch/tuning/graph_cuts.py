@@ -148,7 +148,7 @@ def _without_cut(parts: Parts, cuts_for: Callable[[Parts | None], int]) -> Parts
 
 
 def _at_most(count: int, trace: Trace, parts: Parts) -> Parts:
-    """Neighbouring parts merged until there are hardly more than so many, of about as many bytes each."""
+    """Neighbouring parts merged into about ``count`` parts of similar bytes."""
     if len(parts) <= count:
         return parts
     sizes = {tensor.name: tensor.nbytes for tensor in trace.tensors}
@@ -288,7 +288,7 @@ class CutSearch:
 
 
 def keep_cuts(graphs: Graphs, plan: Plan | None, trace: Trace, network: Network | None, policy: TuningPolicy) -> None:
-    """Keep graphs as they are, for good; those that torch makes later are cut for the plan, if these are, too."""
+    """Keep these graphs as they are; later graphs follow the plan only if these do."""
     step_s = 0.0 if network is None else predicted_s(trace, plan, network)
     parts = needed_parts(trace, plan, network, policy.cut_share * step_s, graphs.cuts_for)
     if graphs.parts is None and not graphs.would_change(parts):

@@ -166,7 +166,7 @@ class Search:
         return self._best
 
     def profiled(self, label: str, plan: Plan | None) -> Schedule[Trial]:
-        """The same, and record the trace."""
+        """Begin a search: time the layout in force as ``begin_with`` does, and record its trace."""
         self.failure = ""
         if self.runner.launcher is not None:
             self.runner.launcher.errors.postpone()

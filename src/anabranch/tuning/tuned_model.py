@@ -126,7 +126,7 @@ class Tuned:
     def trace_steps(self, first: int, last: int, path: str | os.PathLike[str], force: bool = False) -> None:
         """Have rank 0 write the steps ``first`` to ``last`` of all ranks, by one clock, as one trace for Perfetto.
 
-        The first step of a training is 1. Call it on every rank with the same arguments, between steps. At the begin
+        The first step of a training is 1. Call it on every rank with the same arguments, between steps. At the start
         and the end of the window ranks compare their clocks and wait for their GPUs.
         """
         tuner = self._tuner_to_observe("trace_steps()")

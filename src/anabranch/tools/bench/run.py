@@ -82,7 +82,7 @@ class TunedModel:
     network: Network
 
     def contestant(self) -> Contestant:
-        """It is kept between its turns and plans no more."""
+        """Stop planning, and return the contestant."""
         self.parallel.hold()
         plan = self.parallel.plan
         expected_s = predicted_s(self.trace, plan, self.network)

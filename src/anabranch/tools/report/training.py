@@ -264,7 +264,7 @@ def _layout(panels: Sequence[_Panel]) -> Layout:
 def _caption(runs: Sequence[Training]) -> str:
     parts = ["Step time: from the start of forward to averaged gradients, without the optimizer."]
     if any(len(run.lines) > MAX_POINTS for run in runs):
-        parts.append("Of so many steps, the lowest and the highest value of every few are drawn.")
+        parts.append(f"Above {MAX_POINTS} steps, the lowest and the highest value of every few are drawn.")
     if len(runs) > MAX_RUNS:
         parts.append(f"The first {MAX_RUNS} of {len(runs)} runs are drawn.")
     return " ".join([*parts, *dict.fromkeys(run.note for run in runs if run.note)])

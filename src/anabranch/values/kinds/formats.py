@@ -64,7 +64,7 @@ class BlockFormat:
 
     @property
     def rotation_scale(self) -> float:
-        """By which a rotated block is multiplied, so that its norm stays the same."""
+        """The factor that keeps the norm of a rotated block."""
         return 1.0 / isqrt(self.block)
 
     def region_numel(self, numel: int, ranks: int) -> int:

@@ -91,7 +91,7 @@ class Compression(NamedTuple):
         return [with_wire(kind, self.wire) + BETWEEN_NODES * self.between_nodes for kind in self.kinds]
 
     def planner(self, dense: Sequence[str]) -> Planner:
-        """The planner that chooses among these kinds; the gradients named ``dense`` travel so."""
+        """The planner that chooses among these kinds; gradients in ``dense`` are sent dense."""
         names = self.collectives
         if len(names) == 1:
             return partial(compressed_if_faster, collective=names[0], dense=dense)
@@ -181,7 +181,7 @@ def _with_costs(network: Network, exchanges: Iterable[Exchange]) -> Network:
 
 
 def _exchange(collective: str, network: Network | None = None) -> Exchange | None:
-    """The exchange that buckets name so; what it computes is taken from ``network`` where it was measured there."""
+    """The exchange of this name; its computing time is taken from ``network`` where it was measured there."""
     kind = collective.removesuffix(BETWEEN_NODES)
     plain, wire = split_wire(kind)
     density = density_of(plain)
