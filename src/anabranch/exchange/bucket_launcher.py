@@ -64,7 +64,7 @@ class BucketLauncher:
         self._routes = []
 
     def _route(self, index: int, bucket: Bucket) -> tuple[Bucket, ExchangeFamily, Lane, str]:
-        """What does not change between steps: the bucket, its family, its lane, and its name in errors."""
+        """Look up what does not change between steps: the bucket, its family, its lane, and its name in errors."""
         label = (
             f"bucket {index} of {len(self.plan)} ({len(bucket.names)} gradients to {bucket.names[-1]}, "
             f"{bucket.collective} on lane {bucket.lane})"

@@ -56,7 +56,7 @@ class HeldUpdate:
         return self.held.to_dense()
 
     def compacted(self) -> "HeldUpdate":
-        """The same in as little memory of its own as it needs; waits for the device."""
+        """This update with its average in as little memory of its own as it needs; waits for the device."""
         sparse = self.held.to_sparse()
         nbytes = sparse.indices().nbytes + sparse.values().nbytes
         return replace(self, held=sparse if nbytes < self.held.nbytes else self.held.clone())
@@ -262,7 +262,7 @@ class BucketUpdater:
                 self._step(optimizer, average, on_host, update.used)
 
     def applied(self, names: Collection[str]) -> list[str]:
-        """Those of these parameters that the last backward pass has updated; waits for the device."""
+        """Select those of these parameters that the last backward pass has updated; waits for the device."""
         updated = [bucket for bucket, finite in self._finite.items() if bool(finite)]
         return [name for bucket in updated for name in bucket.planned.names if name in names]
 

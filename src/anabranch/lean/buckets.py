@@ -9,7 +9,7 @@ from torch.futures import Future
 
 from anabranch.exchange.dense import SUMMABLE_BELOW, all_finite
 from anabranch.exchange.model_parameters import shaped
-from anabranch.exchange.residuals.state import BucketState
+from anabranch.exchange.residuals.bucket_states import BucketState
 from anabranch.lean.optimizers import BucketOptimizer
 from anabranch.planning.memory import SLOTS
 from anabranch.values.plan import Bucket
