@@ -65,7 +65,7 @@ class Held:
     exchanges: Sequence[tuple[TrainingMode, Setting]]
 
     def storages(self, blocks: Sequence[BlockCosts], memory_nbytes_per_s: float) -> list["Storage"]:
-        """The ways in which residuals may be stored, the most exact first. Rounding reads and writes all values twice."""
+        """The ways to store residuals, the most exact first. Rounding reads and writes all values twice."""
         step = self._step(blocks)
         exact_nbytes = max(residual_nbytes(step.profile, setting, mode) for mode, setting in self.exchanges)
         found = [Storage("in place", step, self.exchanges)]

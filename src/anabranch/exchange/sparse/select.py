@@ -168,7 +168,7 @@ def sums_at_owner(received: torch.Tensor, buffer: torch.Tensor, in_order: bool =
 
 
 def select_sums(sums: torch.Tensor, threshold: torch.Tensor, capacity: int, limit: float = inf) -> Selected:
-    """Up to ``capacity`` of an owner's sums (pairs [m, 2]) that pass the threshold; poison if one is not below ``limit``."""
+    """Up to ``capacity`` of an owner's sums (pairs [m, 2]) that pass the threshold. All must be below ``limit``."""
     values = sums[:, 0].contiguous().view(torch.float32)
     running = running_count(passing(values, threshold) & (sums[:, 1] >= 0))
     slots = torch.arange(capacity, dtype=running.dtype, device=sums.device)
