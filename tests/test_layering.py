@@ -85,7 +85,7 @@ def forbidden_imports(module: str, tree: ast.AST) -> list[str]:
 
 
 def package_graph() -> dict[str, set[str]]:
-    """Which room imports which others; of exchange and tools, which part: a table of rooms sees no cycle among those."""
+    """Which room imports which others; of exchange and tools, which part: the table of rooms sees no cycle in those."""
 
     def package(module: str) -> str:
         parts = module.split(".")

@@ -43,7 +43,7 @@ class ErrorSamples:
         return number >= 0 and wait == 0
 
     def sampled(self, exchange: Steps, index: int, buffer: torch.Tensor, group: Group, divisor: float) -> Steps:
-        """``exchange`` of bucket ``index``, between the exact average of a slice of what ranks offer and a comparison."""
+        """``exchange`` of bucket ``index``; before it a slice is averaged exactly, and compared behind it."""
         slices = max(1, ceil(buffer.numel() / SLICE_NUMEL))
         start = self._turn(index)[0] % slices * SLICE_NUMEL
         where = slice(start, start + SLICE_NUMEL)

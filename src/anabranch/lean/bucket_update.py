@@ -61,11 +61,6 @@ class HeldUpdate:
         nbytes = sparse.indices().nbytes + sparse.values().nbytes
         return replace(self, held=sparse if nbytes < self.held.nbytes else self.held.clone())
 
-    def undo(self, loss_scale: float) -> None:
-        """Give the average, times the scale of the loss, back to the residual it came from."""
-        if self.bucket.residual is not None:
-            self.bucket.residual.take_back(self.average(), loss_scale)
-
 
 class StepNorm:
     """The norm over all average gradients of a step, from the norms of parameters as their buckets arrive."""
@@ -222,7 +217,8 @@ class BucketUpdater:
         while held:
             update = held.pop()
             if on_host is False:
-                update.undo(self.loss_scale)
+                if (residual := update.bucket.residual) is not None:
+                    residual.take_back(update.average(), self.loss_scale)
                 self._skipped += 1
                 continue
             average, optimizer = update.average().mul_(coefficient), update.bucket.optimizer
