@@ -31,7 +31,7 @@ from benchmarks.convergence_tasks import TASKS, Task, anneal
 from benchmarks.virtual import VirtualWorld
 
 import anabranch as ab
-from anabranch.exchange.residuals.state import BucketState, PackedResidual
+from anabranch.exchange.residuals.bucket_states import BucketState, PackedResidual
 from anabranch.exchange.sparse.oktopk import exchange
 from anabranch.values.kinds.formats import STORED
 

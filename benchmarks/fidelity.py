@@ -37,8 +37,8 @@ from benchmarks.virtual import VirtualWorld
 
 import anabranch as ab
 from anabranch.exchange.quantised.exchange import exchange as quantised_exchange
+from anabranch.exchange.residuals.bucket_states import BucketState
 from anabranch.exchange.residuals.momentum import Velocity, share_momentum
-from anabranch.exchange.residuals.state import BucketState
 from anabranch.exchange.sparse.oktopk import exchange as sparse_exchange
 from anabranch.values.kinds.formats import FORMATS
 from anabranch.values.kinds.names import density_of

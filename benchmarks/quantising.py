@@ -14,7 +14,7 @@ from time import perf_counter
 
 import torch
 
-from anabranch.exchange.quantised.steps import steps_for
+from anabranch.exchange.quantised.exchange import steps_for
 from anabranch.exchange.quantised.torch_steps import Kept
 from anabranch.values.kinds.formats import FORMATS, BlockFormat
 

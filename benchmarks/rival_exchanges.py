@@ -17,8 +17,8 @@ from benchmarks.trainings import pairs_at, top_count, top_pairs
 
 from anabranch.exchange.communicator import MAX, Communicator
 from anabranch.exchange.contracts import Steps, record_stream
-from anabranch.exchange.residuals.state import BucketState
-from anabranch.exchange.sparse import regions, select
+from anabranch.exchange.residuals.bucket_states import BucketState, uniform_boundaries
+from anabranch.exchange.sparse import select
 
 MAX_NUMEL = 2**31 - 1  # positions in the bucket are sent as int32 here
 
@@ -95,7 +95,7 @@ def dsa_exchange(
     if poisoned:
         return
     numel = len(gradient)
-    bounds = regions.uniform(numel, comm.size, gradient.device)
+    bounds = uniform_boundaries(numel, comm.size, gradient.device)
     mine = top_pairs(state.residual, top_count(numel, density))
     counts = torch.searchsorted(mine[:, 1].contiguous(), bounds.to(torch.int32)).diff().to(torch.int32)
     expected = torch.empty_like(counts)

@@ -26,7 +26,7 @@ from anabranch.exchange.collectives import Collectives
 from anabranch.exchange.communicator import Communicator
 from anabranch.exchange.contracts import Collective, ExchangeFamily, Group, Steps, Traffic
 from anabranch.exchange.dense import DenseExchanges, dense
-from anabranch.exchange.residuals.state import BucketStates
+from anabranch.exchange.residuals.bucket_states import BucketStates
 from anabranch.parallel import DataParallel
 from anabranch.tools.bench.contestants import DDP_OPTIONS, PLAN_WARMUP_STEPS, Contestant
 from anabranch.tools.bench.run import Settings, run

@@ -9,7 +9,7 @@ import torch
 import triton
 from benchmarks.virtual import VirtualWorld
 
-from anabranch.exchange.residuals.state import BucketState
+from anabranch.exchange.residuals.bucket_states import BucketState
 from anabranch.exchange.sparse import triton_exchange
 from anabranch.exchange.sparse.triton_exchange import TritonStep
 from anabranch.values.kinds.formats import ENTRY_NBYTES, Sizes

@@ -15,9 +15,9 @@ from benchmarks.rival_exchanges import RIVALS, ExchangeFunction
 from benchmarks.virtual import VirtualWorld
 
 import anabranch as ab
-from anabranch.exchange.residuals.state import BucketState
-from anabranch.exchange.sparse.exact import exact_exchange
-from anabranch.exchange.sparse.fixed_size import fixed_exchange
+from anabranch.exchange.residuals.bucket_states import BucketState
+from anabranch.exchange.sparse.exact_exchange import exact_exchange
+from anabranch.exchange.sparse.fixed_exchange import fixed_exchange
 from anabranch.values.kinds.formats import ENTRY_NBYTES
 from anabranch.values.kinds.options import OkTopk
 

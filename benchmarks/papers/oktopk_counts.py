@@ -6,9 +6,9 @@ import torch
 from benchmarks.rival_exchanges import RIVALS, ExchangeFunction
 from benchmarks.virtual import VirtualWorld
 
-from anabranch.exchange.residuals.state import BucketState
-from anabranch.exchange.sparse.exact import exact_exchange
-from anabranch.exchange.sparse.fixed_size import fixed_exchange
+from anabranch.exchange.residuals.bucket_states import BucketState
+from anabranch.exchange.sparse.exact_exchange import exact_exchange
+from anabranch.exchange.sparse.fixed_exchange import fixed_exchange
 
 RANKS, NUMEL, DENSITY = 16, 50_000, 0.01
 LAYERS = 50

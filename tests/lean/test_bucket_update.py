@@ -130,17 +130,9 @@ def stepped(
     updates: BucketUpdater, bucket: LiveBucket, average: torch.Tensor, used: torch.Tensor | None = None
 ) -> None:
     """The update of a bucket behind an exchange that leaves this average."""
-
-    def exchange() -> Iterator[Any]:
-        average.copy_(exchanged)
-        yield from ()
-
-    exchanged = average.clone()
     alone: Any = None
     with mock.patch.object(torch.distributed, "all_reduce"), mock.patch.object(update, "issued", lambda work: work):
-        assert list(updates.exchange_and_step(bucket, average, None, used, exchange(), alone)) == [mock.ANY] * (
-            used is not None
-        )
+        assert list(updates.update(bucket, average, used, alone)) == [mock.ANY] * (used is not None)
 
 
 class Residual:
@@ -151,9 +143,8 @@ class Residual:
     def __init__(self) -> None:
         self.tensor = torch.zeros(40)
 
-    @contextmanager
-    def whole(self) -> Iterator[torch.Tensor]:
-        yield self.tensor
+    def take_back(self, average: torch.Tensor, factor: float) -> None:
+        self.tensor += torch.where(average.isfinite(), average, 0.0) * factor
 
 
 @pytest.mark.parametrize("poison", [False, True])

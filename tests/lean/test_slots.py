@@ -95,7 +95,7 @@ class Log:
 def recorded(log: Log) -> None:
     """Have every slot, and every step with what is in one, tell the log; exchanges take their time."""
     in_slots: dict[int, Live] = {}
-    step, acquire, free = BucketUpdater.exchange_and_step, Slots.acquire, Slot.free
+    step, acquire, free = BucketUpdater.update, Slots.acquire, Slot.free
 
     def telling_step(self: BucketUpdater, bucket: Any, average: torch.Tensor, *rest: Any) -> Iterator[Any]:
         entry = in_slots[average.data_ptr()]
@@ -120,7 +120,7 @@ def recorded(log: Log) -> None:
         return [slot.tensor] if slot.unpacked is None else [slot.tensor, slot.unpacked]
 
     patches: list[tuple[type, str, Any]] = [
-        (BucketUpdater, "exchange_and_step", telling_step), (Slots, "acquire", telling_acquire),
+        (BucketUpdater, "update", telling_step), (Slots, "acquire", telling_acquire),
         (Slot, "free", telling_free),
     ]  # fmt: skip
     for owner, name, telling in patches:

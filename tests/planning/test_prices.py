@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from anabranch import Curve, Network, NetworkError
-from anabranch.exchange.sparse.fixed_size import fixed_exchange
+from anabranch.exchange.sparse.fixed_exchange import fixed_exchange
 from anabranch.planning.prices import (
     NOTHING,
     QUANTISED_ON_H200,

@@ -1,6 +1,7 @@
 """The bucket launcher: starts each bucket of one plan by its exchange, on its lane."""
 
 from collections.abc import Callable
+from itertools import chain
 
 import torch
 import torch.distributed as dist
@@ -13,7 +14,7 @@ from anabranch.exchange.lanes import Lane, Lanes, Message
 from anabranch.values.kinds.names import DENSE
 from anabranch.values.plan import Bucket, Plan
 
-Around = Callable[[Steps, Group], Steps]
+Behind = Callable[[Group], Steps]
 EndMarker = Callable[[list[dist.Work]], None]
 
 
@@ -45,18 +46,20 @@ class BucketLauncher:
         self._world_size = dist.get_world_size(lanes[0].group)
         self._routes = [self._route(index, bucket) for index, bucket in enumerate(plan.buckets)]
 
-    def launch(self, index: int, buffer: torch.Tensor, around: Around | None = None) -> Future[torch.Tensor]:
+    def launch(self, index: int, buffer: torch.Tensor, behind: Behind | None = None) -> Future[torch.Tensor]:
         """Start the exchange of bucket ``index``, whose gradients are in ``buffer``; the future holds the average.
 
-        ``around`` gets the exchange and its group, and returns what the lane runs in its place.
+        ``behind`` gets the group, and returns steps that the lane runs when the exchange is over.
         """
         if index == 0 and self._before_first is not None:
             self._before_first()
         bucket, family, lane, label = self._routes[index]
         divisor = self.divisor() if self.divisor is not None else self._world_size
         steps = family.steps(bucket, buffer, lane.group, divisor)
-        steps = self.errors.sampled(steps, index, buffer, lane.group, divisor)
-        steps = steps if around is None else around(steps, lane.group)
+        if self.errors.due(index):
+            steps = self.errors.sampled(steps, index, buffer, lane.group, divisor)
+        if behind is not None:
+            steps = chain(steps, behind(lane.group))
         return lane.submit(Message(steps, buffer, label, self._mark_bucket(index), bucket.collective != DENSE))
 
     def close(self) -> None:
@@ -64,7 +67,7 @@ class BucketLauncher:
         self._routes = []
 
     def _route(self, index: int, bucket: Bucket) -> tuple[Bucket, ExchangeFamily, Lane, str]:
-        """What does not change between steps: the bucket, its family, its lane, and its name in errors."""
+        """Look up what does not change between steps: the bucket, its family, its lane, and its name in errors."""
         label = (
             f"bucket {index} of {len(self.plan)} ({len(bucket.names)} gradients to {bucket.names[-1]}, "
             f"{bucket.collective} on lane {bucket.lane})"

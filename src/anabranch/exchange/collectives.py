@@ -53,7 +53,7 @@ class Collectives:
 
     @property
     def max_ctas(self) -> int | None:
-        """How many of a GPU's multiprocessors messages may occupy: fewer the less is sent; None: NCCL decides."""
+        """The number of a GPU's multiprocessors that messages may occupy: few if little is sent; None: NCCL's."""
         if not self.kinds:
             return None
         return 2 if self.mixes or BF16 in self.kinds else 1  # all other kinds send a fourth of the bytes or less

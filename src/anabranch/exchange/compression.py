@@ -118,7 +118,7 @@ def collectives_for(
         form=form,
     )
     families = [OkTopkExchanges(sparse, options, residuals)] if sparse else []
-    quantised = QuantisedExchanges(rounded, residuals.begin_exchange)
+    quantised = QuantisedExchanges(rounded, residuals.bucket_state)
     return Collectives(*families, quantised, DenseExchanges(), residuals=residuals, excluded=excluded, mixes=mixes)
 
 

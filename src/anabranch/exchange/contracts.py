@@ -105,9 +105,9 @@ def record_stream(*tensors: torch.Tensor) -> None:
             tensor.record_stream(torch.cuda.current_stream(tensor.device))
 
 
-def runs_triton(tensor: torch.Tensor) -> bool:
-    """Whether Triton kernels can work on this tensor: on a GPU, where Triton is installed."""
-    return tensor.is_cuda and _has_triton()
+def runs_triton(device: torch.device) -> bool:
+    """Whether Triton kernels can work on this device: on a GPU, where Triton is installed."""
+    return device.type == "cuda" and _has_triton()
 
 
 @cache

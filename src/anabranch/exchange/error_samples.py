@@ -1,6 +1,7 @@
 """The measured error of compressed averages: a slice of a bucket is also averaged exactly, once in 200 exchanges."""
 
 from collections import Counter
+from itertools import chain
 from math import ceil
 
 import torch
@@ -33,16 +34,23 @@ class ErrorSamples:
         self._exchanges: Counter[int] = Counter()  # by bucket
         self._squares: dict[int, torch.Tensor] = {}  # by bucket: sums of the squared errors, and of exact averages
 
-    def sampled(self, exchange: Steps, index: int, buffer: torch.Tensor, group: Group, divisor: float) -> Steps:
-        """The exchange of bucket ``index``; if a sample is due, one that measures its error."""
+    def due(self, index: int) -> bool:
+        """Count an exchange of bucket ``index`` that begins now; whether its error is to be sampled."""
         if self._plan.buckets[index].collective == DENSE:
-            return exchange
+            return False
         self._exchanges[index] += 1
-        number, wait = divmod(self._exchanges[index] - FIRST - index, PERIOD)
-        if wait or number < 0:
-            return exchange
+        number, wait = self._turn(index)
+        return number >= 0 and wait == 0
+
+    def sampled(self, exchange: Steps, index: int, buffer: torch.Tensor, group: Group, divisor: float) -> Steps:
+        """``exchange`` of bucket ``index``; before it a slice is averaged exactly, and compared behind it."""
         slices = max(1, ceil(buffer.numel() / SLICE_NUMEL))
-        return self._measured(exchange, index, number % slices * SLICE_NUMEL, buffer, group, divisor)
+        start = self._turn(index)[0] % slices * SLICE_NUMEL
+        where = slice(start, start + SLICE_NUMEL)
+        part = buffer.view(-1)[where]
+        exact = torch.empty_like(part, dtype=torch.float32)
+        averaging = self._average(self._plan.buckets[index], where, part, exact, group, divisor)
+        return chain(averaging, exchange, self._compare(index, part, exact))
 
     def relative_errors(self) -> dict[Bucket, float]:
         """The size of the error relative to the exact average, of each bucket with samples; waits for the device."""
@@ -57,22 +65,27 @@ class ErrorSamples:
         """Sample no errors in the next steps, since they are timed: count exchanges from 0 again; samples stay."""
         self._exchanges.clear()
 
-    def _measured(
-        self, exchange: Steps, index: int, start: int, buffer: torch.Tensor, group: Group, divisor: float
+    def _turn(self, index: int) -> tuple[int, int]:
+        """The number of the bucket's sample, and how many exchanges it was ago; below zero before the first."""
+        return divmod(self._exchanges[index] - FIRST - index, PERIOD)
+
+    def _average(
+        self, bucket: Bucket, where: slice, part: torch.Tensor, exact: torch.Tensor, group: Group, divisor: float
     ) -> Steps:
-        """Average a slice of what ranks offer exactly, run ``exchange``, and compare."""
-        bucket, where = self._plan.buckets[index], slice(start, start + SLICE_NUMEL)
+        """``exact`` ← the exact average of what ranks offer in this part of their buffers."""
         state, velocity = self._residuals.of(bucket), self._residuals.velocity(bucket)
-        part = buffer.view(-1)[where]
-        exact = part.to(torch.float32, copy=True)
+        exact.copy_(part)
         if velocity is not None:
             exact.mul_(1 - velocity.decay).add_(velocity.values[where], alpha=velocity.decay)
         if state is not None:
             exact += state.residual[where]
         yield from dense(exact, group, divisor)
+
+    def _compare(self, index: int, part: torch.Tensor, exact: torch.Tensor) -> Steps:
+        """Compare an average with the exact one; it sends nothing, and is a generator to run behind the exchange."""
         record_stream(exact)
-        yield from exchange
         squares = torch.stack([(part - exact).square().sum(), exact.square().sum()]).double()
         finite = squares.isfinite().all()  # a step with NaN, which a loss scaler skips, is no sample
         before = self._squares[index] * KEPT if index in self._squares else torch.zeros_like(squares)
         self._squares[index] = torch.where(finite, before + squares, before)
+        yield from ()

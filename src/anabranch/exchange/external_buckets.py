@@ -61,7 +61,7 @@ class ExternalBuckets:
         return [described(self._settings), *self.collectives.residuals.loaded()]
 
     def kind_of(self, dtype: torch.dtype) -> str:
-        """By which kind a bucket of this dtype travels in this step."""
+        """The kind by which a bucket of this dtype travels in this step."""
         warm = self._steps_done >= self.collectives.residuals.warmup_steps
         return self.kind if warm and self.collectives.supports(self.kind, dtype) else DENSE
 

@@ -219,7 +219,7 @@ class Lanes:
 
     @property
     def max_lanes(self) -> int:
-        """How many lanes there can be: one for an NCCL group of some ranks, unless all others make siblings of it."""
+        """The most lanes there can be: one for an NCCL group of some ranks, unless all others make siblings of it."""
         is_alone = dist.get_world_size(self._group) < dist.get_world_size() and not self._siblings
         return 1 if is_alone and self._device.type == "cuda" else MAX_LANES
 

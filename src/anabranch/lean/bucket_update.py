@@ -34,7 +34,7 @@ class HeldUpdate:
 
     held     the bucket's average; a sparse tensor where that needs less memory
     finite   whether the average is finite, on the device
-    used     as in ``BucketUpdater.exchange_and_step``, over all ranks; None: all were used
+    used     as in ``BucketUpdater.update``, over all ranks; None: all were used
     """
 
     bucket: LiveBucket
@@ -56,20 +56,10 @@ class HeldUpdate:
         return self.held.to_dense()
 
     def compacted(self) -> "HeldUpdate":
-        """The same in as little memory of its own as it needs; waits for the device."""
+        """This update with its average in as little memory of its own as it needs; waits for the device."""
         sparse = self.held.to_sparse()
         nbytes = sparse.indices().nbytes + sparse.values().nbytes
         return replace(self, held=sparse if nbytes < self.held.nbytes else self.held.clone())
-
-    def undo(self, loss_scale: float) -> None:
-        """Give the average, times the scale of the loss, back to the residual it came from, where it is finite.
-
-        Each rank adds it to its own residual: over all ranks, what had been sent is back.
-        """
-        if self.bucket.residual is not None:
-            average = self.average()
-            with self.bucket.residual.whole() as residual:
-                residual.add_(torch.where(average.isfinite(), average, 0.0).mul_(loss_scale).to(residual.device))
 
 
 class StepNorm:
@@ -136,63 +126,38 @@ class BucketUpdater:
         self._skipped = 0  # as far as the host knows
         self._skipped_lock = Lock()  # on a CPU several lanes, which are threads, count
 
-    def exchange_and_step(
-        self,
-        bucket: LiveBucket,
-        average: torch.Tensor,
-        finite_here: torch.Tensor | None,
-        used: torch.Tensor | None,
-        exchange: Steps,
-        group: Group,
-    ) -> Steps:
-        """Run ``exchange``, which leaves the average in ``average``, and behind it the step of the bucket's optimizer.
+    def update(self, bucket: LiveBucket, average: torch.Tensor, used: torch.Tensor | None, group: Group) -> Steps:
+        """Step the bucket's optimizer with ``average``, which its exchange has left there; or hold the update.
 
-        finite_here   whether all gradients that joined the bucket's residual were finite on this rank; None: none did
-        used          a number for each of the bucket's parameters: 0 if this rank did not use it; None: nobody asks
-
-        Gradients of a bucket with a residual are in it. So ``average`` begins as zeros, with one infinity if a gradient
-        was not finite on this rank: every rank learns of it and skips the update.
+        ``used``: a number for each of the bucket's parameters, 0 if this rank did not use it; None: nobody asks.
         """
-        residual = bucket.residual
-        if residual is not None:
-            average.zero_()
-            residual.accumulates_in_place = True
-            if finite_here is not None and len(average):
-                record_stream(finite_here)
-                average[0] = torch.where(finite_here, 0.0, float("inf"))
-        yield from exchange
-        if residual is not None and residual.packed is not None:
-            residual.pack()
+        optimizer = bucket.optimizer
+        if bucket.residual is not None and bucket.residual.packed is not None:
+            bucket.residual.pack()
         if used is not None:
             record_stream(used)
             yield issued(dist.all_reduce(used, op=dist.ReduceOp.MAX, group=group, async_op=True))
             # If nothing is missing here, every parameter was used, and this rank need not read the result. A residual
             # may also reach parameters that no rank used in this step.
-            used = (used != 0).logical_or_(bucket.optimizer.nonzero(average)) if bucket.missing else None
+            used = (used != 0).logical_or_(optimizer.nonzero(average)) if bucket.missing else None
         finite = all_finite(average)
         if self.loss_scale != 1.0:
             average.div_(self.loss_scale)
         if self._clip_value is not None:
             average.clamp_(-self._clip_value, self._clip_value)
         if self._norm is not None:
-            self._norm.add(bucket.optimizer.parts(average))
+            self._norm.add(optimizer.parts(average))
         if self.holds_updates:
             self._hold(HeldUpdate(bucket, average, finite, used))
-        else:
-            self._finite[bucket] = finite
-            self._update(bucket.optimizer, average, finite, used)
-
-    def _update(
-        self, optimizer: BucketOptimizer, average: torch.Tensor, finite: torch.Tensor, used: torch.Tensor | None
-    ) -> None:
-        """Step now; on a GPU with a flag on the device, or once the host has the flag."""
+            return
+        self._finite[bucket] = finite
         if not average.is_cuda:
             self._step(optimizer, average, bool(finite), used)
         elif optimizer.takes_found_inf and used is None:
             self._found_inf.append(finite.logical_not().float())
             optimizer.step(average, found_inf=self._found_inf[-1])
             self._pending.append(None)
-        else:
+        else:  # once the host has the flag
             record_stream(finite)
             finite_on_host = _to_host(finite)
             used_on_host = None if used is None else _to_host(used)
@@ -252,17 +217,19 @@ class BucketUpdater:
         while held:
             update = held.pop()
             if on_host is False:
-                update.undo(self.loss_scale)
+                if (residual := update.bucket.residual) is not None:
+                    residual.take_back(update.average(), self.loss_scale)
                 self._skipped += 1
                 continue
             average, optimizer = update.average().mul_(coefficient), update.bucket.optimizer
             if on_host is None:
-                self._update(optimizer, average, finite, update.used)
+                self._found_inf.append(finite.logical_not().float())
+                optimizer.step(average, found_inf=self._found_inf[-1])
             else:
                 self._step(optimizer, average, on_host, update.used)
 
     def applied(self, names: Collection[str]) -> list[str]:
-        """Those of these parameters that the last backward pass has updated; waits for the device."""
+        """Select those of these parameters that the last backward pass has updated; waits for the device."""
         updated = [bucket for bucket, finite in self._finite.items() if bool(finite)]
         return [name for bucket in updated for name in bucket.planned.names if name in names]
 

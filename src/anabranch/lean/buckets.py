@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from math import inf
 
 import torch
 from torch import nn
@@ -9,7 +10,7 @@ from torch.futures import Future
 
 from anabranch.exchange.dense import SUMMABLE_BELOW, all_finite
 from anabranch.exchange.model_parameters import shaped
-from anabranch.exchange.residuals.state import BucketState
+from anabranch.exchange.residuals.bucket_states import BucketState
 from anabranch.lean.optimizers import BucketOptimizer
 from anabranch.planning.memory import SLOTS
 from anabranch.values.plan import Bucket
@@ -60,6 +61,7 @@ class LiveBucket:
         self.frozen = {name for name, parameter in self.named if not parameter.requires_grad}
         self.residual = residual
         if residual is not None:
+            residual.accumulates_in_place = True
             residual.hold(self.frozen)
         self.views = None if residual is None or residual.packed is not None else residual.pieces()
 
@@ -68,12 +70,24 @@ class LiveBucket:
         named = () if self.complete else self.named
         self.missing = [n for n, p in named if n not in self.arrived and p.grad is None and p.requires_grad]
 
-    def add_all_to_residual(self) -> None:
-        """Add all gradients that were not added yet; the residual is in float32."""
-        assert self.residual is not None
+    def fill(self, slot: "Slot") -> None:
+        """Make a slot ready for the exchange: move all gradients to it, or to the residual where there is one.
+
+        Beside a residual a slot begins as zeros, with one infinity if a gradient was not finite on this rank: every
+        rank learns of it and skips the update.
+        """
+        if self.residual is None:
+            self._flatten_into(slot.tensor)
+            return
+        if slot.unpacked is not None:
+            self.residual.unpack(slot.unpacked)
         self.views = self.residual.pieces()
-        for name, parameter in self.named:
+        for name, parameter in self.named:  # those that were not added as they came
             self.add_to_residual(name, parameter)
+        slot.tensor.zero_()
+        flags, self.finite_flags = self.finite_flags, []
+        if flags and len(slot.tensor):
+            slot.tensor[0] = torch.where(torch.stack(flags).all(), 0.0, inf)
 
     def add_to_residual(self, name: str, parameter: nn.Parameter) -> None:
         """Add the parameter's gradient to the residual and free it; one that is not below SUMMABLE_BELOW is left out.
@@ -92,15 +106,7 @@ class LiveBucket:
         for added, part in zip(gradient.split(rows), target.split(rows), strict=True):
             torch.where(finite, added + part, part, out=part)
 
-    def take_finite_flag(self) -> torch.Tensor | None:
-        """Whether all gradients added in this step were finite, on the device; forgets them for the next step.
-
-        None if no gradient was added.
-        """
-        flags, self.finite_flags = self.finite_flags, []
-        return torch.stack(flags).all() if flags else None
-
-    def flatten_into(self, slot: torch.Tensor) -> None:
+    def _flatten_into(self, slot: torch.Tensor) -> None:
         """Move all gradients to a slot, one after another; zeros for missing gradients and frozen parameters."""
         pieces = slot.split([parameter.numel() for parameter in self.parameters])
         for (name, parameter), piece in zip(self.named, pieces, strict=True):

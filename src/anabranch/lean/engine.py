@@ -235,14 +235,8 @@ class Engine(StepObserver):
         unpacks = residual is not None and residual.packed is not None
         kept = residual is None and self.updates.holds_updates
         slot = self._slots.acquire(bucket.numel, bucket.dtype, unpacks, kept)
-        if residual is None:
-            bucket.flatten_into(slot.tensor)
-        else:
-            if slot.unpacked is not None:
-                residual.unpack(slot.unpacked)
-            bucket.add_all_to_residual()
-        finite_here, used_here = bucket.take_finite_flag(), self._used_here(bucket)
-        update = partial(self.updates.exchange_and_step, bucket, slot.tensor, finite_here, used_here)
+        bucket.fill(slot)
+        update = partial(self.updates.update, bucket, slot.tensor, self._used_here(bucket))
         slot.last_use = self._launcher.launch(self._launched - 1, slot.tensor, update)
 
     def _used_here(self, bucket: LiveBucket) -> torch.Tensor | None:

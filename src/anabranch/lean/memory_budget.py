@@ -65,7 +65,7 @@ class Held:
     exchanges: Sequence[tuple[TrainingMode, Setting]]
 
     def storages(self, blocks: Sequence[BlockCosts], memory_nbytes_per_s: float) -> list["Storage"]:
-        """How residuals may be stored, the most exact first. Rounding reads and writes all values twice."""
+        """The ways to store residuals, the most exact first. Rounding reads and writes all values twice."""
         step = self._step(blocks)
         exact_nbytes = max(residual_nbytes(step.profile, setting, mode) for mode, setting in self.exchanges)
         found = [Storage("in place", step, self.exchanges)]
@@ -104,7 +104,7 @@ class BlockStep(NamedTuple):
 
 
 class Storage:
-    """How residuals are stored: what a rank then holds besides activations, and the ``extra_s`` of a step.
+    """One way to store residuals: what a rank then holds besides activations, and the ``extra_s`` of a step.
 
     ``held_nbytes``: what it holds at every moment; ``end_nbytes``: at the end of backward, when activations are gone.
     """

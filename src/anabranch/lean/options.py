@@ -40,7 +40,7 @@ KEPT = Activations(mode="keep")
 
 @dataclass(frozen=True)
 class Lean:
-    """How training saves memory.
+    """The settings by which training saves memory.
 
     optimizer     makes an optimizer for the parameters it is given, such as ``lambda p: torch.optim.AdamW(p, lr=0.1)``:
                   each bucket has its own and is updated inside backward, so its gradient need not live any longer. Or
@@ -124,13 +124,13 @@ class Lean:
 
     @property
     def activations_mode(self) -> Mode:
-        """How activations are managed; within a budget a mix is chosen."""
+        """The way in which activations are managed; within a budget a mix is chosen."""
         assert isinstance(self.activations, Activations)
         return self.activations.mode if self.within is None else "auto"
 
     @property
     def first_residuals(self) -> ResidualPlacement:
-        """How residuals are stored at first: in little memory, while it is not chosen yet."""
+        """The way in which residuals are stored at first: in little memory, while it is not chosen yet."""
         return self.residuals if self.within is None else "int8"
 
     def described(self) -> str:

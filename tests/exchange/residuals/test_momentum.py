@@ -9,8 +9,8 @@ from benchmarks.virtual import VirtualWorld
 
 import anabranch as ab
 from anabranch.exchange import error_samples
+from anabranch.exchange.residuals.bucket_states import BucketStates
 from anabranch.exchange.residuals.momentum import Velocity
-from anabranch.exchange.residuals.state import BucketStates
 from anabranch.exchange.sparse.oktopk import exchange
 from anabranch.values.kinds.options import OkTopk
 from exchange.sparse.worlds import gradients, states

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from anabranch.exchange.residuals.state import BucketState, BucketStates, PackedResidual
+from anabranch.exchange.residuals.bucket_states import BucketState, BucketStates, PackedResidual
 from anabranch.values.kinds.formats import STORED, BlockFormat
 
 SIZES = {"a": 5, "b": 300, "c": 1, "d": 77}

@@ -4,7 +4,8 @@ import pytest
 import torch
 from benchmarks.virtual import VirtualWorld
 
-from anabranch.exchange.sparse import regions
+from anabranch.exchange.residuals.bucket_states import uniform_boundaries
+from anabranch.exchange.sparse import select
 from anabranch.exchange.sparse.select import passing
 from anabranch.exchange.sparse.thresholds import kth_magnitude
 from exchange.sparse.worlds import EXCHANGES, OK_TOPK, WHOLE, check_step, gradients, states, step
@@ -43,20 +44,20 @@ def test_places_beyond_float32(name: str) -> None:
 def test_sums_of_boundaries_beyond_int32() -> None:
     """There: boundaries summed as int32, which overflowed from 146 ranks on for 14.7 million elements."""
     numel, ranks = 14_728_266, 256
-    assert regions.uniform(numel, ranks).dtype == torch.int64
+    assert uniform_boundaries(numel, ranks).dtype == torch.int64
     last = torch.full((ranks - 1,), numel - 1, dtype=torch.int64)
     proposals = torch.minimum(last, torch.arange(1, ranks) * (numel // ranks))
     summed = proposals * ranks
     assert int(summed.max()) > 2**31
-    bounds = regions.mean_boundaries(summed, numel, ranks)
+    bounds = select.mean_boundaries(summed, numel, ranks)
     assert torch.equal(bounds[1:-1], proposals)
 
 
 def test_more_than_two_to_the_31_elements_in_all() -> None:
     """Boundaries, their sums and their differences, without the elements themselves."""
     numel, ranks = 3 * 2**31, 64
-    even = regions.uniform(numel, ranks)
-    assert torch.equal(regions.mean_boundaries(even[1:-1] * ranks, numel, ranks), even)
+    even = uniform_boundaries(numel, ranks)
+    assert torch.equal(select.mean_boundaries(even[1:-1] * ranks, numel, ranks), even)
 
 
 @pytest.mark.parametrize("name", sorted(EXCHANGES))

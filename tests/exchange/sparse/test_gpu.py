@@ -6,9 +6,9 @@ import pytest
 import torch
 from benchmarks.virtual import VirtualWorld
 
-from anabranch.exchange.residuals.state import BucketState
+from anabranch.exchange.residuals.bucket_states import BucketState
 from anabranch.exchange.sparse.encoding import unframe_messages
-from anabranch.exchange.sparse.fixed_size import fixed_exchange
+from anabranch.exchange.sparse.fixed_exchange import fixed_exchange
 from anabranch.exchange.sparse.oktopk import exchange, version_for
 from anabranch.exchange.sparse.select import unpack
 from anabranch.values.kinds.formats import FP32, Sizes
@@ -59,7 +59,7 @@ def test_kernels_never_wait_and_offer_what_the_twin_offers(wire: Wire) -> None:
         if number == 3:
             made[1][numel - 1] = float("inf")
         sent = [gradient.cuda() for gradient in made]
-        assert version_for(sent[0], options) is triton_exchange
+        assert version_for(sent[0].device, options) is triton_exchange
         step(partial(fixed_exchange, options=options), made, host, world, density)
         with no_waiting():
             step(partial(exchange, options=options), sent, device, world, density)

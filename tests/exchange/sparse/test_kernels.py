@@ -10,7 +10,7 @@ import torch
 
 from anabranch.exchange.communicator import ZeroBuffer
 from anabranch.exchange.dense import SUMMABLE_BELOW
-from anabranch.exchange.residuals.state import BucketState
+from anabranch.exchange.residuals.bucket_states import BucketState
 from anabranch.exchange.sparse import select, thresholds
 from anabranch.exchange.sparse.encoding import frame_messages, unframe_messages
 from anabranch.values.kinds.formats import FP32, HEAD_NBYTES, Sizes, encoding_for

@@ -2,7 +2,6 @@
 
 import ast
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,8 +11,8 @@ from benchmarks.virtual import VirtualWorld
 
 from anabranch.exchange.communicator import Communicator
 from anabranch.exchange.sparse import oktopk
-from anabranch.exchange.sparse.exact import exact_exchange
-from anabranch.exchange.sparse.fixed_size import fixed_exchange
+from anabranch.exchange.sparse.exact_exchange import exact_exchange
+from anabranch.exchange.sparse.fixed_exchange import fixed_exchange
 from anabranch.exchange.sparse.oktopk import exchange, version_for
 from anabranch.values.kinds.options import OkTopk
 from exchange.sparse.worlds import EXCHANGES, OK_TOPK, check_narrow_steps, check_overflow, gradients, states
@@ -22,7 +21,7 @@ from ranks import on_ranks
 NUMEL, DENSITY = 900, 0.02
 SETTINGS = OkTopk(start_density=0.2, decay_steps=2, region_period=2, threshold_period=2)
 SPARSE = Path(oktopk.__file__).parent
-VERSIONS = {"exact", "fixed_size", "triton_exchange"}
+VERSIONS = {"exact_exchange", "fixed_exchange", "triton_exchange"}
 
 
 def imported(path: Path, lazily: bool = True) -> set[str]:
@@ -52,8 +51,7 @@ def test_only_the_gpu_version_needs_triton_and_is_imported_lazily() -> None:
 
 
 def test_the_version_depends_on_device_and_options(monkeypatch: pytest.MonkeyPatch) -> None:
-    host, gpu = torch.zeros(3), SimpleNamespace(is_cuda=True)
-    device: Any = gpu
+    host, device = torch.device("cpu"), torch.device("cuda")
     monkeypatch.setattr("anabranch.exchange.contracts._has_triton", lambda: False)
     assert version_for(host, OkTopk()) is version_for(device, OkTopk(exact=True)) is exact_exchange
     assert version_for(device, OkTopk()) is version_for(device, OkTopk(deterministic=True)) is fixed_exchange

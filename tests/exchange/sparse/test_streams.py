@@ -5,8 +5,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from anabranch.exchange.residuals import state
-from anabranch.exchange.residuals.state import BucketStates
+from anabranch.exchange.residuals import bucket_states
+from anabranch.exchange.residuals.bucket_states import BucketStates
 
 NUMEL = 1 << 16
 CPU = torch.device("cpu")
@@ -29,7 +29,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> set[int]:
     def record(*tensors: torch.Tensor) -> None:
         found.update(tensor.data_ptr() for tensor in tensors)
 
-    monkeypatch.setattr(state, "record_stream", record)
+    monkeypatch.setattr(bucket_states, "record_stream", record)
     return found
 
 

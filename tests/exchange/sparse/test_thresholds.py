@@ -7,7 +7,7 @@ import pytest
 import torch
 from benchmarks.virtual import VirtualWorld
 
-from anabranch.exchange.sparse.fixed_size import fixed_exchange
+from anabranch.exchange.sparse.fixed_exchange import fixed_exchange
 from anabranch.exchange.sparse.thresholds import (
     kth_magnitude,
     next_threshold_bias,

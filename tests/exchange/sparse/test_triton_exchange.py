@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 from functools import partial
 from importlib import import_module
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,8 +11,8 @@ from benchmarks.rival_exchanges import ExchangeFunction
 from benchmarks.virtual import VirtualWorld
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from anabranch.exchange.residuals.state import BucketState
-from anabranch.exchange.sparse.fixed_size import fixed_exchange
+from anabranch.exchange.residuals.bucket_states import BucketState
+from anabranch.exchange.sparse.fixed_exchange import fixed_exchange
 from anabranch.exchange.sparse.oktopk import version_for
 from anabranch.values.kinds.options import OkTopk
 from exchange.sparse.triton_device import DEVICE, triton_exchange, use_small_blocks
@@ -161,7 +160,7 @@ def test_an_exchange_takes_few_launches(precision: Any, most: int, monkeypatch: 
 
 
 def test_kernels_are_for_gpus_and_sums_in_any_order() -> None:
-    gpu: Any = SimpleNamespace(is_cuda=True)
+    gpu = torch.device("cuda")
     assert version_for(gpu, OkTopk()) is triton_exchange.triton_exchange
     assert version_for(gpu, OkTopk(deterministic=True)) is fixed_exchange
 

@@ -10,9 +10,9 @@ from benchmarks.virtual import ByteCounts, VirtualWorld
 
 from anabranch.exchange.communicator import Communicator
 from anabranch.exchange.contracts import Steps
-from anabranch.exchange.residuals.state import BucketState
-from anabranch.exchange.sparse.exact import exact_exchange
-from anabranch.exchange.sparse.fixed_size import fixed_exchange
+from anabranch.exchange.residuals.bucket_states import BucketState
+from anabranch.exchange.sparse.exact_exchange import exact_exchange
+from anabranch.exchange.sparse.fixed_exchange import fixed_exchange
 from anabranch.exchange.sparse.oktopk import round_averages
 from anabranch.values.kinds.options import OkTopk
 

@@ -62,7 +62,7 @@ def is_connected(shape: GraphShape, model_nbytes: int) -> bool:
 
 
 def cuts_for(parts: Sequence[Iterable[str]], shape: GraphShape, allowed: Cuts) -> Cuts:
-    """Those of the ``allowed`` cuts that let these gradients leave as soon as they can, in this order."""
+    """Select those of the ``allowed`` cuts that let these gradients leave as soon as they can, in this order."""
     found = set()
     needed = len(shape.crossing)  # the first operation that the parts so far need
     for names in parts[:-1]:
@@ -161,7 +161,7 @@ def _storage(node: fx.Node) -> int | None:
 
 
 def _deeper(node: fx.Node) -> int:
-    """By how many levels of torch.func (vmap, grad, jvp, functionalize) what follows is deeper."""
+    """The number of levels of torch.func (vmap, grad, jvp, functionalize) by which what follows is deeper."""
     name = getattr(node.target, "__name__", "") if node.op == "call_function" else ""
     return int(name.endswith("_increment_nesting")) - int(name.endswith("_decrement_nesting"))
 

@@ -140,7 +140,7 @@ class CompiledGraphs:
         return any(graph.can_change for graph in self._alive)
 
     def cuts_for(self, parts: Parts | None) -> int:
-        """How many cuts there are in all graphs if they are cut for these parts; None: as finely as at first."""
+        """Count the cuts in all graphs if they are cut for these parts; None: as finely as at first."""
         return sum(
             len(graph.fine if parts is None else cuts_for(parts, graph.shape, graph.fine)) for graph in self._alive
         )

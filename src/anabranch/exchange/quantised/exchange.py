@@ -11,15 +11,16 @@ to the next gradient. Until ``finish`` neither gradient nor residual changes.
 """
 
 from collections.abc import Callable, Sequence
+from types import ModuleType
+from typing import Protocol
 
 import torch
 
 from anabranch.exchange.communicator import Communicator, Communicators
-from anabranch.exchange.contracts import Collective, ExchangeFamily, Group, Steps, Traffic, record_stream
+from anabranch.exchange.contracts import Collective, ExchangeFamily, Group, Steps, Traffic, record_stream, runs_triton
 from anabranch.exchange.dense import dense, dense_traffic
-from anabranch.exchange.quantised.steps import steps_for
+from anabranch.exchange.quantised import torch_steps
 from anabranch.exchange.quantised.torch_steps import Kept
-from anabranch.exchange.residuals.state import BucketState
 from anabranch.values.kinds.formats import FORMATS, BlockFormat
 from anabranch.values.kinds.names import BF16, COMPRESSED
 from anabranch.values.kinds.options import Quantised
@@ -52,6 +53,22 @@ def exchange(
     run.finish(gathered, buffer, form, kept)
 
 
+def steps_for(buffer: torch.Tensor) -> ModuleType:
+    """``quantise``, ``reduce`` and ``finish``: as kernels on a GPU that has Triton, in torch operations elsewhere."""
+    if not runs_triton(buffer.device):
+        return torch_steps
+    from anabranch.exchange.quantised import triton_steps  # when a GPU first needs them
+
+    return triton_steps
+
+
+class WithResidual(Protocol):
+    """The state of a bucket, as far as this exchange knows it: its residual, and how many steps it had."""
+
+    residual: torch.Tensor
+    step: int
+
+
 def options_by_kind(given: Sequence[Quantised]) -> dict[str, Quantised]:
     """The options of every kind: those given, else its own."""
     return {**{kind: Quantised(kind) for kind in COMPRESSED}, **{one.kind: one for one in given}}
@@ -60,23 +77,23 @@ def options_by_kind(given: Sequence[Quantised]) -> dict[str, Quantised]:
 class QuantisedExchanges(ExchangeFamily):
     """The family of quantised exchanges.
 
-    given         options of the kinds to plan with; a plan that the user gives may also name others
-    residual_of   gives the residual of a bucket whose kind keeps one; None if no such kind is handled
+    given      options of the kinds to plan with; a plan that the user gives may also name others
+    state_of   gives the state of a bucket whose kind keeps a residual; None if no such kind is handled
 
     bf16 sends gradients dense that are neither float32 nor bfloat16: it would not save a byte of float16, and lose much
     of float64.
     """
 
     def __init__(
-        self, given: Sequence[Quantised] = (), residual_of: Callable[[Bucket, torch.Tensor], BucketState] | None = None
+        self, given: Sequence[Quantised] = (), state_of: Callable[[Bucket, torch.Tensor], WithResidual] | None = None
     ) -> None:
         self.kinds = tuple(one.kind for one in given)
         self._options = options_by_kind(given)
-        self._residual_of = residual_of
+        self._state_of = state_of
         self._comms = Communicators()
 
     def handles(self, kind: str) -> bool:
-        return kind in self._options and (not self._options[kind].keeps_residual or self._residual_of is not None)
+        return kind in self._options and (not self._options[kind].keeps_residual or self._state_of is not None)
 
     def supports(self, kind: str, dtype: torch.dtype) -> bool:
         return super().supports(kind, dtype) or (self.handles(kind) and sent_dense(kind, dtype))
@@ -87,8 +104,8 @@ class QuantisedExchanges(ExchangeFamily):
             return dense(buffer, group, divisor)
         residual = None
         if self._options[kind].keeps_residual:
-            assert self._residual_of is not None  # it is handled
-            state = self._residual_of(bucket, buffer)
+            assert self._state_of is not None  # it is handled
+            state = self._state_of(bucket, buffer)
             state.step += 1
             residual = state.residual
         return exchange(buffer, residual, self._comms[group], divisor, FORMATS[kind])

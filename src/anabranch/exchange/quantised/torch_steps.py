@@ -2,11 +2,11 @@
 
 Each function computes, bit by bit, what the kernel of the same name does, but for the payload of NaN.
 
-Gradients are rounded to the nearest. Residuals that are stored in few bits (``residuals/state.py``) are rounded up or
-down at random, by bits that depend on a value's position and on a seed alone: a hash in integers of 32 bits, so that
-kernels and torch operations have the same bits, and a run can be repeated. A hash of this form (shift, multiply, shift)
-is a permutation of all 32-bit numbers: over many positions every number is as frequent as any other. Its constants are
-those of C. Wellons, *Prospecting for hash functions*, 2018.
+Gradients are rounded to the nearest. Residuals that are stored in few bits (``PackedResidual``) are rounded up or down
+at random, by bits that depend on a value's position and on a seed alone: a hash in integers of 32 bits, so that kernels
+and torch operations have the same bits, and a run can be repeated. A hash of this form (shift, multiply, shift) is a
+permutation of all 32-bit numbers: over many positions every number is as frequent as any other. Its constants are those
+of C. Wellons, *Prospecting for hash functions*, 2018.
 """
 
 from typing import NamedTuple

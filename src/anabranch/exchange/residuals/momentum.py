@@ -68,7 +68,7 @@ def share_momentum(optimizer: Optimizer, velocities: Callable[[], Collection[nn.
                 _set_buffers(optimizer, group, now, with_gradient)
 
     def before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-        """Where the step calls a closure, as Lightning's do, gradients are there only after that."""
+        """Set buffers before the step; or after its closure where that computes the gradients, as Lightning's does."""
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if closure is None:
             set_buffers(optimizer)

@@ -13,9 +13,9 @@ from torch.utils.hooks import RemovableHandle
 from anabranch.exchange.contracts import Group, record_stream
 from anabranch.exchange.dense import all_finite
 from anabranch.exchange.model_parameters import shaped
+from anabranch.exchange.residuals.bucket_states import BucketState, BucketStates
 from anabranch.exchange.residuals.checkpoint import check_saved
 from anabranch.exchange.residuals.momentum import Velocity
-from anabranch.exchange.residuals.state import BucketState, BucketStates
 from anabranch.values.kinds.formats import STORED, BlockFormat
 from anabranch.values.kinds.names import density_of
 from anabranch.values.plan import Bucket, Plan
@@ -59,20 +59,20 @@ class Residuals:
         self._parameters = parameters
         self._numels = {name: parameter.numel() for name, parameter in parameters.items()}
         self._known_numels = {name: parameter.numel() for name, parameter in {**parameters, **frozen}.items()}
-        device = next(iter(parameters.values())).device if parameters else None
+        self.device = next(iter(parameters.values())).device if parameters else torch.device("cpu")
         rank, ranks = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
-        self._states = BucketStates(rank, ranks, device, form)
+        self._states = BucketStates(rank, ranks, self.device, form)
         self._flush = ResidualFlush(self._states, parameters, averaged, applied)
         self._exchanged: list[tuple[BucketState, torch.Tensor]] = []  # in this step: states and averages
 
-    def bucket_state(self, bucket: Bucket) -> BucketState:
-        """The state of a bucket whose kind keeps a residual."""
-        return self._states.bucket(bucket.names, [self._numels[name] for name in bucket.names])
+    def bucket_state(self, bucket: Bucket, average: torch.Tensor | None = None) -> BucketState:
+        """The state of a bucket whose kind keeps a residual.
 
-    def begin_exchange(self, bucket: Bucket, buffer: torch.Tensor) -> BucketState:
-        """The same, for an exchange that begins now, and whose average will be in ``buffer``."""
-        state = self.bucket_state(bucket)
-        self._exchanged.append((state, buffer))
+        ``average``: where an exchange that begins now will leave its average; both are remembered until the step ends.
+        """
+        state = self._states.bucket(bucket.names, [self._numels[name] for name in bucket.names])
+        if average is not None:
+            self._exchanged.append((state, average))
         return state
 
     def of(self, bucket: Bucket) -> BucketState | None:
@@ -97,18 +97,14 @@ class Residuals:
         """Call this when all gradients of a step are averaged, on all ranks.
 
         Under a loss scaler, which skips a step if any gradient is not finite, it puts back what was sent in that step.
-
-        Every rank adds the average to its residual, so that the sum of residuals over the ranks is what it was. Where
-        an average is not finite itself, the exchange has put back its own already. Waits for the device, as the scaler
-        will.
+        Waits for the device, as the scaler will.
         """
         exchanged, self._exchanged = self._exchanged, []
         if self._states.scale is None or not exchanged:
             return
         if self._skipped():
             for state, average in exchanged:
-                with state.whole() as residual:
-                    residual.add_(torch.where(average.isfinite(), average, 0.0))
+                state.take_back(average)
 
     def use_plan(self, plan: Plan | None) -> None:
         """Prepare for a plan, or for DDP's own buckets, from the next step on.
@@ -254,7 +250,7 @@ class ResidualFlush:
         return self._fitting(name, added, gradient)
 
     def _fitting(self, name: str, added: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
-        """What float16 can hold of a sum. The rest waits: an infinite sum would never be sent."""
+        """Clamp a sum to float16; keep the remainder as residual, since an infinite sum would never be sent."""
         largest = torch.finfo(gradient.dtype).max
         fitting = added.clamp(-largest, largest)
         rest = torch.where(gradient.isfinite(), added - fitting, 0.0)

@@ -132,7 +132,7 @@ def _ends(lengths: Sequence[int], device: torch.device) -> torch.Tensor:
 
 
 def _equal_ends(messages: int, slots: int, device: torch.device) -> torch.Tensor:
-    """As ``_ends``, without a copy from the host, which would wait for the device."""
+    """``_ends`` of equal lengths, without a copy from the host, which would wait for the device."""
     return torch.arange(1, messages + 1, device=device) * slots
 
 

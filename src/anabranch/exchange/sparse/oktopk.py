@@ -13,8 +13,8 @@ T. Hoefler, *Near-optimal sparse allreduce for distributed deep learning*, PPoPP
 
 This module alone chooses between the three versions of the exchange:
 
-    exact.py            the published exchange: counts first, then messages of exactly their size; on CPUs
-    fixed_size.py       messages of fixed size, in torch operations: on GPUs without Triton, or deterministic
+    exact_exchange.py   the published exchange: counts first, then messages of exactly their size; on CPUs
+    fixed_exchange.py   messages of fixed size, in torch operations: on GPUs without Triton, or deterministic
     triton_exchange.py  messages of fixed size, in Triton kernels: on GPUs
 """
 
@@ -35,11 +35,11 @@ from anabranch.exchange.contracts import (
     record_stream,
     runs_triton,
 )
+from anabranch.exchange.residuals.bucket_states import BucketState
 from anabranch.exchange.residuals.momentum import Velocity
-from anabranch.exchange.residuals.state import BucketState
 from anabranch.exchange.residuals.store import Residuals
-from anabranch.exchange.sparse.exact import exact_exchange
-from anabranch.exchange.sparse.fixed_size import fixed_exchange
+from anabranch.exchange.sparse.exact_exchange import exact_exchange
+from anabranch.exchange.sparse.fixed_exchange import fixed_exchange
 from anabranch.values.kinds.formats import Sizes
 from anabranch.values.kinds.names import density_of
 from anabranch.values.kinds.options import OkTopk
@@ -56,13 +56,15 @@ def exchange(
     density: float,
     options: OkTopk,
     velocity: Velocity | None = None,
+    version: Version | None = None,
 ) -> Steps:
     """The exchange of one bucket in one step, as steps for a lane; of velocities, if there is momentum.
 
     ``density`` is the bucket's final density; ``options`` may start from a higher one. Afterwards ``buffer`` holds,
     with the same bits on every rank, the sum over the ranks of what was offered and applied, divided by ``divisor``,
     and ``state.residual`` what is still to be sent. If any rank's gradient is not finite, all gradients are NaN and all
-    residuals as they were. A buffer that is not float32 is exchanged as a float32 copy.
+    residuals as they were. A buffer that is not float32 is exchanged as a float32 copy. ``version``: by default that
+    of the buffer's device.
     """
     if buffer.dtype not in DTYPES:
         raise ValueError(
@@ -70,17 +72,24 @@ def exchange(
             "others dense"
         )
     if len(buffer) == 0:
-        return
-    gradient = buffer.float()  # the buffer itself, if that is float32
-    if velocity is not None:
-        velocity.take(gradient)
-    run = version_for(gradient, options)
-    yield from run(gradient, state, comm, divisor, options.density_at(state.step, density), options)
-    if velocity is not None:
-        velocity.reset_sent(gradient, state.residual, rounded=options.wire != "fp32")
-    if gradient is not buffer:
-        record_stream(gradient)
-        round_averages(gradient, buffer, state, comm.rank, divisor)
+        return iter(())
+    run = version or version_for(buffer.device, options)
+    density = options.density_at(state.step, density)
+    if velocity is None and buffer.dtype == torch.float32:
+        return run(buffer, state, comm, divisor, density, options)
+
+    def converted() -> Steps:
+        gradient = buffer.float()  # the buffer itself, if that is float32
+        if velocity is not None:
+            velocity.take(gradient)
+        yield from run(gradient, state, comm, divisor, density, options)
+        if velocity is not None:
+            velocity.reset_sent(gradient, state.residual, rounded=options.wire != "fp32")
+        if gradient is not buffer:
+            record_stream(gradient)
+            round_averages(gradient, buffer, state, comm.rank, divisor)
+
+    return converted()
 
 
 def round_averages(averages: torch.Tensor, buffer: torch.Tensor, state: BucketState, rank: int, divisor: float) -> None:
@@ -96,11 +105,11 @@ def round_averages(averages: torch.Tensor, buffer: torch.Tensor, state: BucketSt
     buffer.copy_(fitting)
 
 
-def version_for(gradient: torch.Tensor, options: OkTopk) -> Version:
-    """The version of the exchange for a bucket on this device."""
-    if options.exact or not gradient.is_cuda:
+def version_for(device: torch.device, options: OkTopk) -> Version:
+    """The version of the exchange for buckets on this device."""
+    if options.exact or device.type != "cuda":
         return exact_exchange
-    if options.deterministic or not runs_triton(gradient):  # kernels add in no fixed order
+    if options.deterministic or not runs_triton(device):  # kernels add in no fixed order
         return fixed_exchange
     from anabranch.exchange.sparse.triton_exchange import triton_exchange
 
@@ -132,16 +141,17 @@ class OkTopkExchanges(ExchangeFamily):
         self.kinds = kinds
         self._options = options
         self._residuals = residuals
+        self._version = version_for(residuals.device, options)  # all residuals of a model are on one device
         self._comms = Communicators()
 
     def handles(self, kind: str) -> bool:
         return density_of(kind) is not None
 
     def steps(self, bucket: Bucket, buffer: torch.Tensor, group: Group, divisor: float) -> Steps:
-        state, velocity = self._residuals.begin_exchange(bucket, buffer), self._residuals.velocity(bucket)
-        density = density_of(bucket.collective)
+        state, velocity = self._residuals.bucket_state(bucket, buffer), self._residuals.velocity(bucket)
+        density, comm = density_of(bucket.collective), self._comms[group]
         assert density is not None
-        return exchange(buffer, state, self._comms[group], divisor, density, self._options, velocity)
+        return exchange(buffer, state, comm, divisor, density, self._options, velocity, self._version)
 
     def traffic(self, bucket: Bucket, numel: int, dtype: torch.dtype, ranks: int) -> Traffic:  # noqa: ARG002
         """Bytes of the last exchange: exact exchanges send what was selected, fixed ones all their slots.

@@ -11,6 +11,11 @@ Packed pairs are int32 [..., 2]: the bits of a float32 value and its position in
 more values pass than there are slots, the first in order of position are packed; the others stay in the residual.
 Between ``offer`` and ``finish`` the gradient's buffer holds the old residual, so that a step can be undone without
 extra memory.
+
+Regions say which rank owns which part of a bucket, so that every owner has about equally many values to add. They are
+given by their boundaries, P+1 int64 numbers 0 = b_0 ≤ … ≤ b_P = n; rank r owns [b_r, b_{r+1}). Each rank proposes the
+positions that divide its own selected values into P equal runs, and the mean of the proposals is taken (the mean of
+sorted vectors is sorted). With selected positions 2, 3, 8, 9 of n = 10 and P = 2 a rank proposes b_1 = 8.
 """
 
 from collections.abc import Iterator
@@ -22,9 +27,8 @@ import torch
 from anabranch.exchange.communicator import Communicator
 from anabranch.exchange.contracts import Steps, record_stream
 from anabranch.exchange.dense import SUMMABLE_BELOW, all_finite
-from anabranch.exchange.residuals.state import BucketState
-from anabranch.exchange.sparse import regions
-from anabranch.values.kinds.formats import CHUNK_NUMEL, Sizes
+from anabranch.exchange.residuals.bucket_states import BucketState, uniform_boundaries
+from anabranch.values.kinds.formats import CHUNK_NUMEL, Sizes, widest_numel
 from anabranch.values.kinds.options import OkTopk
 
 # Sums of this magnitude count as not finite: rounding may raise a sum by 1/256 before it is sent.
@@ -50,7 +54,7 @@ def passing(values: torch.Tensor, threshold: torch.Tensor) -> torch.Tensor:
 
 
 def running_count(mask: torch.Tensor) -> torch.Tensor:
-    """How many are set up to and including each position; int32 where that suffices."""
+    """Count the set elements up to and including each position; int32 where that suffices."""
     return mask.cumsum(0, dtype=torch.int32 if len(mask) < 2**31 else torch.int64)
 
 
@@ -65,7 +69,7 @@ def propose_boundaries(
     ends = torch.stack(counts).cumsum(0)
     # Which of the selected values, counted from 1, begin regions 1 … P−1 if each is to have equally many.
     wanted = torch.arange(1, ranks, dtype=torch.int64, device=residual.device) * ends[-1] // ranks + 1
-    found = regions.uniform(len(residual), ranks, residual.device)[1:-1]
+    found = uniform_boundaries(len(residual), ranks, residual.device)[1:-1]
     for number, (a, b) in enumerate(_chunks(residual, gradient)):
         before = ends[number] - counts[number]
         at = torch.searchsorted(running_count(passing(a + b, threshold)).to(torch.int64), wanted - before)
@@ -74,17 +78,43 @@ def propose_boundaries(
     return found
 
 
-def rebalance_regions(
-    gradient: torch.Tensor, state: BucketState, comm: Communicator, sizes: Sizes, options: OkTopk
-) -> Steps:
-    """Where new regions are due: ``state.boundaries`` ← by what passes ``state.local_threshold`` on all ranks."""
+def regions_due(state: BucketState, sizes: Sizes, options: OkTopk) -> bool:
+    """Whether this step begins with new regions; the same on every rank."""
+    return sizes.selects_all or state.fresh or state.step % options.region_period == 0
+
+
+def rebalance_regions(gradient: torch.Tensor, state: BucketState, comm: Communicator, sizes: Sizes) -> Steps:
+    """``state.boundaries`` ← by what passes ``state.local_threshold`` on all ranks."""
     if sizes.selects_all:
-        state.boundaries.copy_(regions.uniform(len(gradient), comm.size, gradient.device))
-    elif state.regions_due(options.region_period):
-        proposed = propose_boundaries(gradient, state.residual, state.local_threshold, comm.size)
-        yield comm.all_reduce(proposed, "regions")
-        record_stream(proposed)
-        state.boundaries.copy_(regions.mean_boundaries(proposed, len(gradient), comm.size))
+        state.boundaries.copy_(uniform_boundaries(len(gradient), comm.size, gradient.device))
+        return
+    proposed = propose_boundaries(gradient, state.residual, state.local_threshold, comm.size)
+    yield comm.all_reduce(proposed, "regions")
+    record_stream(proposed)
+    state.boundaries.copy_(mean_boundaries(proposed, len(gradient), comm.size))
+
+
+def mean_boundaries(summed: torch.Tensor, numel: int, ranks: int) -> torch.Tensor:
+    """The boundaries, from the sum over the ranks of their proposals. No region is wider than ``widest_numel``.
+
+    With c_j = b_j − j·widest, "no region is wider" reads "c never rises", from c_0 = 0 on, so a running minimum
+    enforces it. The last regions are bounded from below in the same way. b stays sorted.
+    """
+    widest = widest_numel(numel, ranks)
+    steps = torch.arange(1, ranks, dtype=torch.int64, device=summed.device) * widest
+    inner = summed // ranks
+    if ranks > 1:
+        inner = torch.cummin((inner - steps).clamp(max=0), dim=0).values + steps
+        inner = torch.maximum(inner, numel - (ranks * widest - steps))
+    bounds = torch.full((ranks + 1,), numel, dtype=torch.int64, device=summed.device)
+    bounds[:1].zero_()
+    bounds[1:-1].copy_(inner)
+    return bounds
+
+
+def region_buffer(numel: int, comm: Communicator, device: torch.device) -> torch.Tensor:
+    """Zeros for the sums of any region of a bucket of ``numel`` elements. Zero them again after use."""
+    return comm.zeros(widest_numel(numel, comm.size), device)
 
 
 def _chunks(*tensors: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
@@ -138,7 +168,7 @@ def sums_at_owner(received: torch.Tensor, buffer: torch.Tensor, in_order: bool =
 
 
 def select_sums(sums: torch.Tensor, threshold: torch.Tensor, capacity: int, limit: float = inf) -> Selected:
-    """Of an owner's sums (pairs [m, 2]), up to ``capacity`` that pass the threshold. All must be below ``limit``."""
+    """Up to ``capacity`` of an owner's sums (pairs [m, 2]) that pass the threshold. All must be below ``limit``."""
     values = sums[:, 0].contiguous().view(torch.float32)
     running = running_count(passing(values, threshold) & (sums[:, 1] >= 0))
     slots = torch.arange(capacity, dtype=running.dtype, device=sums.device)

@@ -14,6 +14,7 @@ import math
 
 import torch
 
+from anabranch.exchange.residuals.bucket_states import BucketState
 from anabranch.values.kinds.formats import Sizes
 
 SAMPLE_ABOVE = 640  # expected values above the threshold in a sample: the count then deviates by 4 %
@@ -87,6 +88,18 @@ def next_threshold_bias(bias: torch.Tensor, found: torch.Tensor, rank: int, pois
     mean = logs.sum() / votes.sum().clamp(min=1)
     moved = BIAS_MEMORY * bias + (1 - BIAS_MEMORY) * (mean - logs[rank])
     return torch.where(votes[rank] & ~poisoned, moved, bias)
+
+
+def record_step(
+    state: BucketState, offered: torch.Tensor, heads: torch.Tensor, rank: int, poisoned: torch.Tensor
+) -> None:
+    """Record a finished step in its state: counts and the next bias, from the heads of all owners."""
+    found = heads[:, 1].contiguous().view(torch.float32)
+    state.threshold_bias.copy_(next_threshold_bias(state.threshold_bias, found, rank, poisoned))
+    state.offered.copy_(offered)
+    state.applied.copy_(heads[:, 0].clamp(min=0).sum())
+    state.step += 1
+    state.fresh = False
 
 
 def owner_threshold(

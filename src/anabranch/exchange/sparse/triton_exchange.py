@@ -1,4 +1,4 @@
-"""The exchange of fixed-size messages with Triton kernels: what ``fixed_size.py`` does, in a dozen launches.
+"""The exchange of fixed-size messages with Triton kernels: what ``fixed_exchange.py`` does, in a dozen launches.
 
     offer     reset rows; sample, threshold; offer                then the all-to-all
     reduce    add, collect; sample, threshold; select sums        then the all-gather
@@ -18,10 +18,9 @@ import triton
 
 from anabranch.exchange.communicator import Communicator
 from anabranch.exchange.contracts import Steps, record_stream
-from anabranch.exchange.residuals.state import BucketState
+from anabranch.exchange.residuals.bucket_states import BucketState
 from anabranch.exchange.sparse import kernels, packing, thresholds
-from anabranch.exchange.sparse.regions import region_buffer
-from anabranch.exchange.sparse.select import SUM_LIMIT, rebalance_regions
+from anabranch.exchange.sparse.select import SUM_LIMIT, rebalance_regions, region_buffer, regions_due
 from anabranch.values.kinds.formats import Sizes
 from anabranch.values.kinds.options import OkTopk
 
@@ -38,7 +37,8 @@ def triton_exchange(
     """``oktopk.exchange`` at this density, with the messages of ``fixed_exchange``. Not for deterministic runs."""
     work = TritonStep(gradient, state, comm, Sizes.of(len(gradient), comm.size, density, options))
     work.local_threshold()
-    yield from rebalance_regions(gradient, state, comm, work.sizes, options)
+    if regions_due(state, work.sizes, options):
+        yield from rebalance_regions(gradient, state, comm, work.sizes)
     work.offer()
     received = torch.empty_like(work.sent)
     yield comm.all_to_all(received, work.sent, "split")

@@ -15,10 +15,10 @@ import torch.distributed as dist
 from anabranch.exchange.communicator import Communicator
 from anabranch.exchange.contracts import Steps, record_stream
 from anabranch.exchange.dense import SUMMABLE_BELOW, all_finite
-from anabranch.exchange.residuals.state import BucketState
-from anabranch.exchange.sparse import regions, select
+from anabranch.exchange.residuals.bucket_states import BucketState
+from anabranch.exchange.sparse import select
 from anabranch.exchange.sparse.encoding import join_bodies, message_head, split_bodies
-from anabranch.exchange.sparse.thresholds import kth_magnitude, owner_threshold, sampled_magnitude
+from anabranch.exchange.sparse.thresholds import kth_magnitude, owner_threshold, record_step, sampled_magnitude
 from anabranch.values.kinds.formats import Encoding, Sizes
 from anabranch.values.kinds.options import OkTopk
 
@@ -40,7 +40,7 @@ class Pairs(NamedTuple):
         return Pairs(self.positions[kept], self.values[kept])
 
     def packed(self) -> torch.Tensor:
-        """The same as int32 [m, 2]: bits of the values, and positions."""
+        """The pairs as int32 [m, 2]: bits of the values, and positions."""
         return torch.stack([self.values.contiguous().view(torch.int32), self.positions.to(torch.int32)], dim=-1)
 
     def find(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -65,7 +65,8 @@ def exact_exchange(
     local = (kth_magnitude(gradient + residual, sizes.k) if exact
              else sampled_magnitude((gradient, residual), sizes.k, state.step))  # fmt: skip
     state.local_threshold.copy_(local)
-    yield from select.rebalance_regions(gradient, state, comm, sizes, options)
+    if select.regions_due(state, sizes, options):
+        yield from select.rebalance_regions(gradient, state, comm, sizes)
     passed, poison = accumulate(gradient, residual, local)
 
     offered = Pairs(passed, residual[passed]).largest(sizes.max_selected)
@@ -81,7 +82,7 @@ def exact_exchange(
         _apply(applied, offered, gradient, residual, divisor)
         if sizes.encoding.rounds:
             _keep_rounding_error(sums, applied, residual, state.boundaries[comm.rank])
-    state.record_step(torch.tensor(len(passed)), heads, comm.rank, poisoned)
+    record_step(state, torch.tensor(len(passed)), heads, comm.rank, poisoned)
 
 
 def accumulate(
@@ -147,7 +148,7 @@ def _sums(
     """My region's sums (positions in the region), the threshold to apply to them, and that of my own share."""
     if received is None:
         return None, state.threshold_bias, torch.zeros_like(state.threshold_bias)
-    buffer = regions.region_buffer(len(state.residual), comm, state.residual.device)
+    buffer = select.region_buffer(len(state.residual), comm, state.residual.device)
     for part in received if in_order and buffer.is_cuda else [torch.cat(received)]:
         select.add_pairs(buffer, part[None])
     width = int(state.boundaries[comm.rank + 1] - state.boundaries[comm.rank])
@@ -226,7 +227,7 @@ def equal_lengths(total: int, ranks: int) -> list[int]:
 
 
 def overlaps(lengths: Sequence[int], others: Sequence[int], rank: int) -> list[int]:
-    """How many of ``rank``'s bytes belong to each rank after they are handed out again.
+    """Count ``rank``'s bytes that belong to each rank after they are handed out again.
 
     Both ``lengths`` and ``others`` divide the same bytes, in order, among the ranks.
     """

@@ -5,7 +5,7 @@ from benchmarks.virtual import VirtualWorld
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from anabranch.exchange.sparse.exact import equal_lengths, overlaps
+from anabranch.exchange.sparse.exact_exchange import equal_lengths, overlaps
 from exchange.sparse.worlds import EXCHANGES, gradients, states, step
 
 

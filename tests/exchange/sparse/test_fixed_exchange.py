@@ -8,8 +8,8 @@ import torch.distributed as dist
 from benchmarks.virtual import VirtualWork
 
 from anabranch.exchange.communicator import ZeroBuffer
-from anabranch.exchange.residuals.state import BucketState
-from anabranch.exchange.sparse.fixed_size import fixed_exchange
+from anabranch.exchange.residuals.bucket_states import BucketState
+from anabranch.exchange.sparse.fixed_exchange import fixed_exchange
 from anabranch.values.kinds.names import Wire
 from anabranch.values.kinds.options import OkTopk
 

@@ -9,10 +9,10 @@ import torch
 
 from anabranch.exchange.communicator import Communicator
 from anabranch.exchange.contracts import Steps, record_stream
-from anabranch.exchange.residuals.state import BucketState
-from anabranch.exchange.sparse import regions, select
+from anabranch.exchange.residuals.bucket_states import BucketState
+from anabranch.exchange.sparse import select
 from anabranch.exchange.sparse.encoding import frame_messages, message_head, unframe_messages
-from anabranch.exchange.sparse.thresholds import owner_threshold, sampled_magnitude
+from anabranch.exchange.sparse.thresholds import owner_threshold, record_step, sampled_magnitude
 from anabranch.values.kinds.formats import Sizes
 from anabranch.values.kinds.options import OkTopk
 
@@ -31,7 +31,8 @@ def fixed_exchange(
     encoding = sizes.encoding
     residual, boundaries, local = state.residual, state.boundaries, state.local_threshold
     local.copy_(sampled_magnitude((gradient, residual), sizes.k, state.step))
-    yield from select.rebalance_regions(gradient, state, comm, sizes, options)
+    if select.regions_due(state, sizes, options):
+        yield from select.rebalance_regions(gradient, state, comm, sizes)
     offered = select.offer(gradient, residual, local, boundaries, sizes.capacity)
     heads = message_head(offered.passed, offered.poison, torch.zeros_like(local))
     sent = frame_messages(heads, offered.packed, encoding)
@@ -40,7 +41,7 @@ def fixed_exchange(
     record_stream(sent, received, *offered)
 
     heads, pairs = unframe_messages(received, encoding)
-    buffer = regions.region_buffer(len(gradient), comm, gradient.device)
+    buffer = select.region_buffer(len(gradient), comm, gradient.device)
     sums = select.sums_at_owner(pairs, buffer, options.deterministic)
     found, threshold = owner_threshold(sums, sizes, state.threshold_bias, state.step, comm.size)
     selected = select.select_sums(sums, threshold, sizes.capacity, select.SUM_LIMIT)
@@ -55,4 +56,4 @@ def fixed_exchange(
     select.finish(pairs, unframe_messages(sent, encoding)[1], gradient, residual, boundaries, divisor, poisoned)
     if encoding.rounds:
         select.keep_rounding_error(selected.packed, pairs[comm.rank], residual, boundaries[comm.rank], poisoned)
-    state.record_step(offered.passed.sum(), heads, comm.rank, poisoned)
+    record_step(state, offered.passed.sum(), heads, comm.rank, poisoned)

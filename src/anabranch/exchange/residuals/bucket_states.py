@@ -20,10 +20,8 @@ from typing import Any
 import torch
 
 from anabranch.exchange.contracts import record_stream
-from anabranch.exchange.quantised.steps import steps_for
+from anabranch.exchange.quantised.exchange import steps_for
 from anabranch.exchange.residuals.checkpoint import VERSION
-from anabranch.exchange.sparse import regions
-from anabranch.exchange.sparse.thresholds import next_threshold_bias
 from anabranch.values.kinds.formats import BlockFormat
 
 log = logging.getLogger("anabranch")
@@ -78,8 +76,8 @@ class BucketState:
                            owner may add its sums there.
     packed                 the residual between exchanges, where it is stored rounded; else None
 
-    Of the last step: ``local_threshold``, and how many values passed, ``offered`` by this rank and ``applied`` by all
-    owners together.
+    ``local_threshold``, ``offered`` and ``applied`` are those of the last step: how many values passed on this rank,
+    and at all owners together.
     """
 
     names: tuple[str, ...]
@@ -109,7 +107,7 @@ class BucketState:
         """A fresh state around a residual; as one parameter, if no names are given."""
         zero = torch.zeros((), dtype=torch.float32, device=residual.device)
         numels = tuple(numels or [len(residual)])
-        boundaries = regions.uniform(sum(numels), ranks, residual.device)
+        boundaries = uniform_boundaries(sum(numels), ranks, residual.device)
         return cls(tuple(names), numels, residual, boundaries, zero)
 
     def sent_velocity(self) -> torch.Tensor:
@@ -173,25 +171,26 @@ class BucketState:
                     piece.add_(held := self.held.pop(name))
                     record_stream(held)
 
-    def regions_due(self, period: int) -> bool:
-        """Whether this step begins with new regions, as every ``period`` steps; the same on every rank."""
-        return self.fresh or self.step % period == 0
+    def take_back(self, average: torch.Tensor, factor: float = 1.0) -> None:
+        """Add an average that nobody applied, times ``factor``, where it is finite.
 
-    def record_step(self, offered: torch.Tensor, heads: torch.Tensor, rank: int, poisoned: torch.Tensor) -> None:
-        """Record a finished step: counts and the next bias, from the heads of all owners."""
-        found = heads[:, 1].contiguous().view(torch.float32)
-        self.threshold_bias.copy_(next_threshold_bias(self.threshold_bias, found, rank, poisoned))
-        self.offered.copy_(offered)
-        self.applied.copy_(heads[:, 0].clamp(min=0).sum())
-        self.step += 1
-        self.fresh = False
+        Every rank adds it to its own residual, so that the sum of residuals over the ranks is what it was. Where an
+        average is not finite, the exchange has put back its own already.
+        """
+        with self.whole() as residual:
+            residual.add_(torch.where(average.isfinite(), average, 0.0).mul_(factor).to(residual.device))
+
+
+def uniform_boundaries(numel: int, ranks: int, device: torch.device | None = None) -> torch.Tensor:
+    """Boundaries of regions of equal size, ±1."""
+    return torch.arange(ranks + 1, dtype=torch.int64, device=device) * numel // ranks
 
 
 class BucketStates:
     """The states of all buckets with residuals of one model on one rank.
 
     unbucketed   residuals of parameters that are in no such bucket now
-    velocities   the same of velocities
+    velocities   velocities of those parameters
     flushing     residuals added to gradients whose average is not yet known to be finite
     scale        loss scale of the residuals, once ``rescale`` has been called
     loaded       description of the loaded checkpoint, line by line; must be the same on all ranks
@@ -247,7 +246,7 @@ class BucketStates:
         return piece
 
     def put_back(self, name: str, rest: torch.Tensor) -> None:
-        """Of what is being flushed of a parameter, ``rest`` was not added to its gradient, and waits for the next."""
+        """Return ``rest`` of a flushed residual to the unbucketed ones: it was not added to the gradient."""
         self.flushing[name] = self.flushing[name] - rest.to(self.flushing[name].device)
         self.unbucketed[name] = rest
 

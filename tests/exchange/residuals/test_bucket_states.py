@@ -9,9 +9,9 @@ from benchmarks.virtual import VirtualWorld
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from anabranch.exchange.residuals.state import BucketStates
+from anabranch.exchange.residuals.bucket_states import BucketStates
 from anabranch.exchange.residuals.store import ResidualFlush
-from anabranch.exchange.sparse.fixed_size import fixed_exchange
+from anabranch.exchange.sparse.fixed_exchange import fixed_exchange
 from exchange.sparse.worlds import EXCHANGES, gradients, step
 
 SIZES = {"a": 5, "b": 1, "c": 40, "d": 7, "e": 12}
