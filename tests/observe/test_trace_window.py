@@ -14,9 +14,9 @@ from torch import nn
 
 from anabranch import Bucket, DataParallel, DisagreementError, FileError, Lean, Plan
 from anabranch.observe import trace_window
-from anabranch.observe.clock import HostClock
+from anabranch.observe.clock import ClockAlignment, HostAnchor, HostClock, Offset, clock_offsets
 from anabranch.observe.step_timer import StepMarks, StepObserver
-from anabranch.observe.trace_window import ClockAlignment, HostAnchor, Offset, clock_offsets, perfetto_document
+from anabranch.observe.trace_window import perfetto_document
 from observe.trace_events import check_format, of_rank
 from parallel.twins import SCENARIOS, WIDTH, batch, mlp, plain_train, ring, scattered, sgd
 from ranks import on_ranks

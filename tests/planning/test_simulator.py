@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from anabranch import Contention, Curve, Network, NetworkError, Plan, PlanError, TensorSpec, Trace, simulate
-from anabranch.planning.simulator import Message, finish_s, lower_bound_s, messages, schedule, undelayed
+from anabranch.planning.simulator import SimulatedMessage, finish_s, lower_bound_s, messages, schedule, undelayed
 from oracles import Task, fifo, fluid, work_done
 from shorthand import bucket_of, plan_of, trace_of
 from strategies import contentions, curves, plans_of, traces
@@ -25,13 +25,13 @@ def same_moment(count: int, nbytes: int, ready_s: float = 1.0) -> tuple[Trace, P
 
 
 @st.composite
-def queues(draw: st.DrawFn, lanes: int = 4) -> list[Message]:
+def queues(draw: st.DrawFn, lanes: int = 4) -> list[SimulatedMessage]:
     times = st.one_of(st.just(0.0), st.integers(0, 8).map(float), st.floats(0, 10))
-    one = st.builds(Message, times, st.integers(0, lanes - 1), times, times)
+    one = st.builds(SimulatedMessage, times, st.integers(0, lanes - 1), times, times)
     return draw(st.lists(one, min_size=1, max_size=9))
 
 
-def conserves(queue: Sequence[Message], contention: Contention) -> bool:
+def conserves(queue: Sequence[SimulatedMessage], contention: Contention) -> bool:
     """Whether each message gets through exactly its transfer, at the speed the law allows, in the simulated time."""
     tasks = [Task(*message) for message in queue]
     done = work_done(tasks, schedule(queue, contention), contention)
@@ -82,7 +82,7 @@ def test_a_message_delays_what_is_computed_after_it(
 
 @settings(max_examples=300)
 @given(queues(), contentions())
-def test_the_schedule_is_its_twins(queue: list[Message], contention: Contention) -> None:
+def test_the_schedule_is_its_twins(queue: list[SimulatedMessage], contention: Contention) -> None:
     want = fluid([Task(*message) for message in queue], contention)
     got = schedule(queue, contention)
     assert [begin for begin, _ in got] == pytest.approx([begin for begin, _ in want], rel=1e-9, abs=1e-9)
@@ -91,12 +91,12 @@ def test_the_schedule_is_its_twins(queue: list[Message], contention: Contention)
 
 @settings(max_examples=200)
 @given(queues(), contentions())
-def test_work_is_conserved(queue: list[Message], contention: Contention) -> None:
+def test_work_is_conserved(queue: list[SimulatedMessage], contention: Contention) -> None:
     assert conserves(queue, contention)
 
 
 def test_lanes_that_share_no_bandwidth_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    queue = [Message(0.0, lane, 0.5, 4.0) for lane in range(3)]
+    queue = [SimulatedMessage(0.0, lane, 0.5, 4.0) for lane in range(3)]
     assert conserves(queue, Contention.law(0.5))
     monkeypatch.setattr(Contention, "slowdown", lambda self, k: 1.0)
     assert not conserves(queue, Contention.law(0.5))
@@ -104,7 +104,7 @@ def test_lanes_that_share_no_bandwidth_are_caught(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_forgotten_link_cap_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    queue = [Message(0.0, lane, 0.5, 4.0) for lane in range(3)]
+    queue = [SimulatedMessage(0.0, lane, 0.5, 4.0) for lane in range(3)]
     capped = Contention.law(0.1, link_cap=1.5)
     assert conserves(queue, capped)
     monkeypatch.setattr(Contention, "slowdown", lambda self, k: 1 + 0.1 * (k - 1))
@@ -144,13 +144,13 @@ def test_a_full_link_without_start_up_gains_nothing(sizes: list[int]) -> None:
 
 
 @given(queues())
-def test_eta_zero_is_no_slowdown(queue: list[Message]) -> None:
+def test_eta_zero_is_no_slowdown(queue: list[SimulatedMessage]) -> None:
     for message, (begin, end) in zip(queue, schedule(queue, Contention.law(0.0)), strict=True):
         assert end - begin == pytest.approx(message.start_s + message.transfer_s, abs=1e-9)
 
 
 @given(queues(), contentions())
-def test_the_launch_rule(queue: list[Message], contention: Contention) -> None:
+def test_the_launch_rule(queue: list[SimulatedMessage], contention: Contention) -> None:
     """In order across lanes, never before the gradient, one message per lane at a time."""
     got = schedule(queue, contention)
     launch_s = 0.0
@@ -221,13 +221,15 @@ def test_each_bucket_pays_its_own_collective() -> None:
 def test_a_thousand_messages_on_many_lanes_agree_with_the_law() -> None:
     """Too many for the twin: work is conserved, and nothing drifts."""
     rng = random.Random(6)
-    queue = [Message(rng.random() * 50, rng.randrange(4), rng.random() * 0.1, rng.random()) for _ in range(400)]
+    queue = [
+        SimulatedMessage(rng.random() * 50, rng.randrange(4), rng.random() * 0.1, rng.random()) for _ in range(400)
+    ]
     assert conserves(queue, Contention.law(0.5, link_cap=1.8))
 
 
 @pytest.mark.parametrize("eta", [0.0, 1e6])
 def test_extreme_contention_ends(eta: float) -> None:
     rng = random.Random(7)
-    queue = [Message(rng.random(), rng.randrange(8), 0.0, rng.choice([0.0, 1e-12, 1.0])) for _ in range(200)]
+    queue = [SimulatedMessage(rng.random(), rng.randrange(8), 0.0, rng.choice([0.0, 1e-12, 1.0])) for _ in range(200)]
     for begin, end in schedule(queue, Contention.law(eta)):
         assert 0 <= begin <= end < float("inf")

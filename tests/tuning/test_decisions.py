@@ -11,7 +11,7 @@ import pytest
 from anabranch import Bucket, Curve, Network, Plan, TensorSpec, Trace
 from anabranch.tuning.decisions import (
     NOISE_FLOOR,
-    Block,
+    BlockOfSteps,
     Tried,
     Verb,
     allowed_loss,
@@ -29,11 +29,11 @@ from anabranch.tuning.trial import PRICE_OF_FIDELITY, StepTimes, Trial
 QUIET = [(1.00, 1.01, 0.99), (1.01, 1.00, 1.00), (0.99, 1.00, 1.01), (1.00, 0.99, 1.01), (1.01, 1.00, 0.99)]
 
 
-def times(block: Block, factor: float) -> Block:
+def times(block: BlockOfSteps, factor: float) -> BlockOfSteps:
     return tuple(factor * seconds for seconds in block)
 
 
-def pairs(factor: float, count: int) -> list[tuple[Block, Block]]:
+def pairs(factor: float, count: int) -> list[tuple[BlockOfSteps, BlockOfSteps]]:
     return [(block, times(block, factor)) for block in QUIET[:count]]
 
 
@@ -78,7 +78,7 @@ def test_pairs_that_contradict_each_other_decide_nothing() -> None:
 
 def decided(chance: random.Random, factor: float, noise: float) -> tuple[str, int]:
     """Run the test to its end on simulated steps, with noise of single steps and of whole pairs."""
-    seen: list[tuple[Block, Block]] = []
+    seen: list[tuple[BlockOfSteps, BlockOfSteps]] = []
     while True:
         common = chance.lognormvariate(0, noise)
         seen.append((
@@ -103,7 +103,7 @@ def test_what_bursts_of_other_programs_win_is_doubtful() -> None:
     chance = random.Random(5)
     busy = False
 
-    def block() -> Block:
+    def block() -> BlockOfSteps:
         nonlocal busy
         seconds = []
         for _ in range(4):
@@ -113,7 +113,7 @@ def test_what_bursts_of_other_programs_win_is_doubtful() -> None:
 
     won: list[bool] = []  # whether doubtful
     for _ in range(1000):
-        seen: list[tuple[Block, Block]] = []
+        seen: list[tuple[BlockOfSteps, BlockOfSteps]] = []
         while True:
             blocks = block(), block()
             seen.append(blocks if len(seen) % 2 == 0 else (blocks[1], blocks[0]))

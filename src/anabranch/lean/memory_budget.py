@@ -19,9 +19,9 @@ from anabranch.exchange.compression import Settings, keeps_residual, kinds_of
 from anabranch.lean.activations.blocks import END, REST, blocks_of
 from anabranch.lean.activations.solver import (
     Action,
+    ActivationChoice,
     BlockCosts,
     BudgetError,
-    Choice,
     Forecast,
     choose,
     predict,
@@ -137,7 +137,7 @@ class Storage:
         """The blocks with what is in memory next to their activations, for a solver whose room is all but ``held``."""
         return [replace(block, work_nbytes=block.work_nbytes + self._on_top_nbytes[block.name]) for block in blocks]
 
-    def fastest(self, blocks: Sequence[BlockCosts], room_nbytes: int) -> Choice | None:
+    def fastest(self, blocks: Sequence[BlockCosts], room_nbytes: int) -> ActivationChoice | None:
         """The fastest actions within the room, with the time of storing in the forecast; None where nothing fits."""
         if max(self.end_nbytes, self.held_nbytes) > room_nbytes:
             return None
@@ -145,7 +145,7 @@ class Storage:
             actions, forecast = choose(self.occupied(blocks), room_nbytes - self.held_nbytes)
         except BudgetError:
             return None
-        return Choice(actions, forecast._replace(extra_s=forecast.extra_s + self.extra_s))
+        return ActivationChoice(actions, forecast._replace(extra_s=forecast.extra_s + self.extra_s))
 
     def least_nbytes(self, blocks: Sequence[BlockCosts]) -> int:
         """The least room in which some actions fit."""

@@ -1,12 +1,19 @@
-"""Clocks whose marks cost next to nothing: the host's clock, or events on a CUDA stream that are read later."""
+"""Clocks whose marks cost next to nothing (the host's, or events on a CUDA stream), and how clocks of ranks compare."""
 
 from dataclasses import dataclass
 from threading import Lock, Thread
 from time import perf_counter, sleep
+from typing import NamedTuple
 
+import numpy as np
 import torch
+import torch.distributed as dist
 from torch.distributed import Work
 
+from anabranch.exchange.contracts import Group
+
+PING_ROUNDS = 25
+ANCHOR_TRIES = 5
 POLLER_TIMEOUT_S = 10.0  # for the poller to see what the device has already finished
 
 
@@ -160,3 +167,72 @@ Clock = HostClock | CudaClock
 def clock_for(device: torch.device) -> Clock:
     """The clock that can time work on ``device``."""
     return CudaClock(device) if device.type == "cuda" else HostClock()
+
+
+class Offset(NamedTuple):
+    """A rank's host clock is ahead of rank 0's by ``ahead_s``, give or take ``error_s``, when its own says ``at_s``."""
+
+    at_s: float
+    ahead_s: float
+    error_s: float
+
+
+def clock_offsets(group: Group, rounds: int = PING_ROUNDS) -> list[Offset]:
+    """The offset of every rank, on rank 0; an empty list on others. Collective; the group must send host memory."""
+    ping, answer = torch.zeros(1, dtype=torch.float64), torch.zeros(1, dtype=torch.float64)
+    if dist.get_rank(group) != 0:
+        for _ in range(rounds):
+            dist.recv(ping, group_src=0, group=group)
+            answer[0] = perf_counter()
+            dist.send(answer, group_dst=0, group=group)
+        return []
+    found = [Offset(perf_counter(), 0.0, 0.0)]
+    for other in range(1, dist.get_world_size(group)):
+        tries = []
+        for _ in range(rounds):
+            sent_s = perf_counter()
+            dist.send(ping, group_dst=other, group=group)
+            dist.recv(answer, group_src=other, group=group)
+            back_s = perf_counter()
+            theirs_s = float(answer.item())
+            tries.append(Offset(theirs_s, theirs_s - (sent_s + back_s) / 2, (back_s - sent_s) / 2))
+        found.append(min(tries, key=lambda one: one.error_s))
+    return found
+
+
+class ClockAlignment(NamedTuple):
+    """One rank's clock against rank 0's, from a measurement before a window and one after it."""
+
+    before: Offset
+    after: Offset
+
+    @property
+    def error_s(self) -> float:
+        """Bound on the error of any time between the two measurements, if clocks drift evenly."""
+        return max(self.before.error_s, self.after.error_s)
+
+    def to_rank_0_time(self, at_s: float) -> float:
+        """Rank 0's time when this rank's clock says ``at_s``."""
+        known_at_s, ahead_s = [self.before.at_s, self.after.at_s], [self.before.ahead_s, self.after.ahead_s]
+        return at_s - float(np.interp(at_s, known_at_s, ahead_s))
+
+
+class HostAnchor(NamedTuple):
+    """A mark of a clock and the host's time at it, within ``error_s``: a device has a clock of its own."""
+
+    mark: object
+    host_s: float
+    error_s: float
+
+    @classmethod
+    def measure(cls, clock: Clock) -> "HostAnchor":
+        """Take a mark now and bound the host's time at it; waits for the device."""
+        tries = []
+        for _ in range(ANCHOR_TRIES):
+            clock.settle()
+            before_s = perf_counter()
+            mark = clock.mark()
+            clock.settle()
+            after_s = perf_counter()
+            tries.append(cls(mark, (before_s + after_s) / 2, (after_s - before_s) / 2))
+        return min(tries, key=lambda anchor: anchor.error_s)

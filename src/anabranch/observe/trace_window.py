@@ -15,18 +15,15 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
-from time import perf_counter
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy as np
-import torch
 import torch.distributed as dist
 from torch import nn
 from torch._compile import _disable_dynamo
 
 from anabranch.exchange.agreement import check_same, from_rank_0, to_rank_0
 from anabranch.exchange.contracts import Group
-from anabranch.observe.clock import Clock
+from anabranch.observe.clock import ClockAlignment, HostAnchor, clock_offsets
 from anabranch.observe.step_timer import CurrentStep, StepMarks, StepObserver, StepTimer, bucket_times
 from anabranch.values.errors import FileError
 from anabranch.values.files import write_text
@@ -34,83 +31,12 @@ from anabranch.values.plan import Plan, bucket_label
 
 log = logging.getLogger("anabranch")
 
-PING_ROUNDS = 25
-ANCHOR_TRIES = 5
 MAX_STEPS = 100  # marks are kept in memory until the window ends
 COMPUTE, GRADIENTS, FIRST_LANE = 0, 1, 2  # tracks of a process
 PARTS = ("forward", "backward", "exposed communication")
 
-Event = dict[str, Any]
+TraceEvent = dict[str, Any]
 Nanoseconds = Callable[[float], int]  # since the first event: whole ones, so that adjacent slices stay adjacent
-
-
-class Offset(NamedTuple):
-    """A rank's host clock is ahead of rank 0's by ``ahead_s``, give or take ``error_s``, when its own says ``at_s``."""
-
-    at_s: float
-    ahead_s: float
-    error_s: float
-
-
-def clock_offsets(group: Group, rounds: int = PING_ROUNDS) -> list[Offset]:
-    """The offset of every rank, on rank 0; an empty list on others. Collective; the group must send host memory."""
-    ping, answer = torch.zeros(1, dtype=torch.float64), torch.zeros(1, dtype=torch.float64)
-    if dist.get_rank(group) != 0:
-        for _ in range(rounds):
-            dist.recv(ping, group_src=0, group=group)
-            answer[0] = perf_counter()
-            dist.send(answer, group_dst=0, group=group)
-        return []
-    found = [Offset(perf_counter(), 0.0, 0.0)]
-    for other in range(1, dist.get_world_size(group)):
-        tries = []
-        for _ in range(rounds):
-            sent_s = perf_counter()
-            dist.send(ping, group_dst=other, group=group)
-            dist.recv(answer, group_src=other, group=group)
-            back_s = perf_counter()
-            theirs_s = float(answer.item())
-            tries.append(Offset(theirs_s, theirs_s - (sent_s + back_s) / 2, (back_s - sent_s) / 2))
-        found.append(min(tries, key=lambda one: one.error_s))
-    return found
-
-
-class ClockAlignment(NamedTuple):
-    """One rank's clock against rank 0's, from a measurement before a window and one after it."""
-
-    before: Offset
-    after: Offset
-
-    @property
-    def error_s(self) -> float:
-        """Bound on the error of any time between the two measurements, if clocks drift evenly."""
-        return max(self.before.error_s, self.after.error_s)
-
-    def to_rank_0_time(self, at_s: float) -> float:
-        """Rank 0's time when this rank's clock says ``at_s``."""
-        known_at_s, ahead_s = [self.before.at_s, self.after.at_s], [self.before.ahead_s, self.after.ahead_s]
-        return at_s - float(np.interp(at_s, known_at_s, ahead_s))
-
-
-class HostAnchor(NamedTuple):
-    """A mark of a clock and the host's time at it, within ``error_s``: a device has a clock of its own."""
-
-    mark: object
-    host_s: float
-    error_s: float
-
-    @classmethod
-    def measure(cls, clock: Clock) -> "HostAnchor":
-        """Take a mark now and bound the host's time at it; waits for the device."""
-        tries = []
-        for _ in range(ANCHOR_TRIES):
-            clock.settle()
-            before_s = perf_counter()
-            mark = clock.mark()
-            clock.settle()
-            after_s = perf_counter()
-            tries.append(cls(mark, (before_s + after_s) / 2, (after_s - before_s) / 2))
-        return min(tries, key=lambda anchor: anchor.error_s)
 
 
 @dataclass(eq=False)
@@ -256,7 +182,7 @@ def perfetto_document(
         for recording, alignment in zip(recordings, alignments, strict=True)
         for step in recording["steps"]
     )
-    events: list[Event] = []
+    events: list[TraceEvent] = []
     for rank, (alignment, error_s) in enumerate(zip(alignments, errors_s, strict=True)):
         events += _rank_events(rank, recordings[rank]["steps"], error_s, partial(_nanoseconds, alignment, origin_s))
     other = {
@@ -273,7 +199,9 @@ def _nanoseconds(alignment: ClockAlignment, origin_s: float, at_s: float) -> int
     return max(0, round((alignment.to_rank_0_time(at_s) - origin_s) * 1e9))
 
 
-def _rank_events(rank: int, steps: Sequence[Mapping[str, Any]], error_s: float, ns: Nanoseconds) -> Iterator[Event]:
+def _rank_events(
+    rank: int, steps: Sequence[Mapping[str, Any]], error_s: float, ns: Nanoseconds
+) -> Iterator[TraceEvent]:
     clock = "reference clock" if rank == 0 else f"clock within ±{error_s * 1e6:.1f} µs of rank 0's"
     yield _meta(rank, 0, "process_name", name=f"rank {rank} ({clock})")
     yield _meta(rank, 0, "process_sort_index", sort_index=rank)
@@ -290,7 +218,7 @@ def _first_s(step: Mapping[str, Any]) -> float:
     return float(min([*step["edges_s"], *step["ready_s"].values(), *(b["launched_s"] for b in step["buckets"])]))
 
 
-def _step_events(rank: int, step: Mapping[str, Any], ns: Nanoseconds) -> Iterator[Event]:
+def _step_events(rank: int, step: Mapping[str, Any], ns: Nanoseconds) -> Iterator[TraceEvent]:
     number = {"step": step["step"]}
     for name, (start_ns, end_ns) in zip(PARTS, pairwise(map(ns, step["edges_s"])), strict=True):
         if end_ns > start_ns or name != PARTS[-1]:
@@ -308,12 +236,12 @@ def _step_events(rank: int, step: Mapping[str, Any], ns: Nanoseconds) -> Iterato
 
 def _slice(
     rank: int, track: int, name: str, category: str, start_ns: int, end_ns: int, args: Mapping[str, Any]
-) -> Event:
+) -> TraceEvent:
     return {
         "ph": "X", "pid": rank, "tid": track, "name": name, "cat": category, "ts": start_ns / 1e3,
         "dur": max(0, end_ns - start_ns) / 1e3, "args": dict(args),
     }  # fmt: skip
 
 
-def _meta(rank: int, track: int, kind: str, **args: object) -> Event:
+def _meta(rank: int, track: int, kind: str, **args: object) -> TraceEvent:
     return {"ph": "M", "pid": rank, "tid": track, "ts": 0, "name": kind, "args": args}

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from anabranch.planning.fixed import by_bytes
 from anabranch.planning.merge import mgwfbp, optimal, published, using
-from anabranch.planning.simulator import Message, schedule
+from anabranch.planning.simulator import SimulatedMessage, schedule
 from anabranch.values.network import Network
 from anabranch.values.plan import Bucket, Plan
 from anabranch.values.trace import Trace
@@ -79,15 +79,17 @@ class Run(NamedTuple):
     lane: int
 
 
-Layout = tuple[Run, ...]  # a plan in numbers: its runs in launch order, which is the order in which they are complete
+LaneLayout = tuple[
+    Run, ...
+]  # a plan in numbers: its runs in launch order, which is the order in which they are complete
 
 
-def dealt(layout: Layout, lanes: int) -> Layout:
+def dealt(layout: LaneLayout, lanes: int) -> LaneLayout:
     """The same buckets on ``lanes`` lanes in turn."""
     return tuple(run._replace(lane=index % lanes) for index, run in enumerate(layout))
 
 
-def plan_of(layout: Layout, trace: Trace) -> Plan:
+def plan_of(layout: LaneLayout, trace: Trace) -> Plan:
     """The layout in names, its lanes numbered without gaps in order of first use."""
     parts = trace.by_kind()
     lanes = {lane: i for i, lane in enumerate(dict.fromkeys(run.lane for run in layout))}
@@ -114,27 +116,27 @@ class LaneSearch:
         self._where = {t.name: (kind, i) for kind, part in enumerate(parts) for i, t in enumerate(part)}
         self._ready_s = [[t.ready_s for t in part] for part in parts]
         self._total = [list(accumulate((t.cost_nbytes(collective) for t in part), initial=0)) for part in parts]
-        self._seen: set[Layout] = set()
-        self._best: tuple[tuple[float, int, int], Layout] | None = None
+        self._seen: set[LaneLayout] = set()
+        self._best: tuple[tuple[float, int, int], LaneLayout] | None = None
 
-    def layout(self, plan: Plan) -> Layout:
+    def layout(self, plan: Plan) -> LaneLayout:
         """A plan, whose buckets are consecutive within each dtype, in numbers."""
         firsts = [(*self._where[bucket.names[0]], bucket) for bucket in plan.buckets]
         return tuple(Run(kind, low, low + len(bucket.names), bucket.lane) for kind, low, bucket in firsts)
 
     @property
-    def best(self) -> Layout:
+    def best(self) -> LaneLayout:
         """The best layout so far."""
         if self._best is None:
             raise ValueError("nothing was offered to the search yet")
         return self._best[1]
 
-    def offer(self, layout: Layout) -> bool:
+    def offer(self, layout: LaneLayout) -> bool:
         """Simulate a layout; true if it is the best so far."""
         if layout in self._seen:
             return False
         self._seen.add(layout)
-        queue: list[Message] = []
+        queue: list[SimulatedMessage] = []
         # A lower bound first: no message ends before it is ready and has travelled by itself. The last message is the
         # likeliest to be too late, so most layouts are rejected after a few messages. The margin is for rounding.
         too_late_s = inf if self._best is None else self._best[0][0] * (1 + 1e-12)
@@ -146,7 +148,7 @@ class LaneSearch:
             ready_s = self._ready_s[kind][high - 1] + launched * self._delay_s
             if ready_s + cost_s > too_late_s:
                 return False
-            queue.append(Message(ready_s, lane, start_s, cost_s - start_s))
+            queue.append(SimulatedMessage(ready_s, lane, start_s, cost_s - start_s))
         queue.reverse()
         computed_s = self._backward_s + len(queue) * self._delay_s
         finish_s = max(computed_s, *(end_s for _, end_s in schedule(queue, self._contention)))
@@ -171,7 +173,7 @@ class LaneSearch:
                 if trials <= 0:
                     break
 
-    def _neighbours(self, layout: Layout, lanes: int) -> Iterator[Layout]:
+    def _neighbours(self, layout: LaneLayout, lanes: int) -> Iterator[LaneLayout]:
         """Late buckets first, since what is sent last is what is exposed."""
         used = min(lanes, 1 + max(run.lane for run in layout) + 1)
         for index in reversed(range(len(layout))):
@@ -194,7 +196,7 @@ class LaneSearch:
                     halves = [run._replace(high=middle), run._replace(low=middle, lane=lane)]
                     yield self._replaced(layout, {index: halves})
 
-    def _replaced(self, layout: Layout, changes: dict[int, list[Run]]) -> Layout:
+    def _replaced(self, layout: LaneLayout, changes: dict[int, list[Run]]) -> LaneLayout:
         runs = [new for index, run in enumerate(layout) for new in changes.get(index, [run])]
         return tuple(sorted(runs, key=lambda run: self._place[run.kind][run.high - 1]))
 

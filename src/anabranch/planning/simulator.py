@@ -21,7 +21,7 @@ from anabranch.values.timeline import COMPUTE, Interval, Span, Timeline
 from anabranch.values.trace import Trace
 
 
-class Message(NamedTuple):
+class SimulatedMessage(NamedTuple):
     """A bucket as the event loop sees it; ``transfer_s`` is what the transfer takes with the link to itself."""
 
     ready_s: float
@@ -55,7 +55,7 @@ def finish_s(trace: Trace, plan: Plan, network: Network) -> float:
     return max(trace.backward_s + delays_s, max(end_s for _, end_s in intervals))
 
 
-def messages(trace: Trace, plan: Plan, network: Network) -> list[Message]:
+def messages(trace: Trace, plan: Plan, network: Network) -> list[SimulatedMessage]:
     """The buckets of ``plan`` with their ready times and costs."""
     tensors = {tensor.name: tensor for tensor in trace.tensors}
     result, late_s = [], 0.0
@@ -64,7 +64,7 @@ def messages(trace: Trace, plan: Plan, network: Network) -> list[Message]:
         members = [tensors[name] for name in bucket.names]
         cost_s = curve.seconds(sum(tensor.cost_nbytes(bucket.collective) for tensor in members))
         ready_s = late_s + max(tensor.ready_s for tensor in members)
-        result.append(Message(ready_s, bucket.lane, curve.start_s, cost_s - curve.start_s))
+        result.append(SimulatedMessage(ready_s, bucket.lane, curve.start_s, cost_s - curve.start_s))
         late_s += network.delay_s(bucket.collective)
     return result
 
@@ -90,7 +90,7 @@ def undelayed(trace: Trace, plan: Plan, network: Network) -> Trace:
     return replace(trace, tensors=tuple(tensors))
 
 
-def schedule(queue: Sequence[Message], contention: Contention) -> list[Interval]:
+def schedule(queue: Sequence[SimulatedMessage], contention: Contention) -> list[Interval]:
     """When each message starts and ends. The next event is always the earliest one: no tolerance decides an order.
 
     All transfers of an instant advance at one speed, so a clock of work done at that speed (``work_s``) says when
@@ -141,7 +141,7 @@ def schedule(queue: Sequence[Message], contention: Contention) -> list[Interval]
     return list(zip(begun, ended, strict=True))
 
 
-def _one_by_one(queue: Sequence[Message]) -> list[Interval]:
+def _one_by_one(queue: Sequence[SimulatedMessage]) -> list[Interval]:
     """One lane: end[i] = max(end[i−1], ready[i]) + start-up + transfer, which needs no events."""
     intervals, end_s = [], 0.0
     for message in queue:

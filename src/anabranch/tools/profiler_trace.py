@@ -36,7 +36,7 @@ MICRO = 1e-6
 LATEST = 1e18  # microseconds: past this an instant is no instant
 
 
-class Event(NamedTuple):
+class ProfilerEvent(NamedTuple):
     """An event with a duration; times in microseconds."""
 
     name: str
@@ -130,7 +130,7 @@ def _parsed(path: Path) -> Any:
         raise FileError(f"{path}: is not valid JSON: {str(error)[:200]}; is the file whole?") from error
 
 
-def _events(raw: Iterable[Any], where: str) -> list[Event]:
+def _events(raw: Iterable[Any], where: str) -> list[ProfilerEvent]:
     """The events with a duration, by their start."""
     events = []
     for index, event in enumerate(raw):
@@ -144,17 +144,17 @@ def _events(raw: Iterable[Any], where: str) -> list[Event]:
         args = event.get("args")
         thread = (str(event.get("pid")), str(event.get("tid")))
         name, kind = str(event.get("name", "")), str(event.get("cat", ""))
-        events.append(Event(name, kind, thread, start, end, args if isinstance(args, dict) else {}))
+        events.append(ProfilerEvent(name, kind, thread, start, end, args if isinstance(args, dict) else {}))
     return sorted(events, key=lambda event: (event.start, -event.end))
 
 
-def _passes(events: Sequence[Event], where: str) -> list[Pass]:
+def _passes(events: Sequence[ProfilerEvent], where: str) -> list[Pass]:
     """A backward is a run of autograd's nodes that no operation of a forward interrupts."""
     nodes = [event for event in events if event.name.startswith(ENGINE)]
     if not nodes:
         raise FileError(f"{where}: has no backward of torch in it (no event {ENGINE.strip()!r}); {HOW}")
     forward = _forward(events, nodes)
-    runs: list[list[Event]] = [[nodes[0]]]
+    runs: list[list[ProfilerEvent]] = [[nodes[0]]]
     for before, after in pairwise(nodes):
         if bisect_left(forward, after.start) > bisect_right(forward, before.start):
             runs.append([])
@@ -174,9 +174,9 @@ def _passes(events: Sequence[Event], where: str) -> list[Pass]:
     return found
 
 
-def _forward(events: Sequence[Event], nodes: Sequence[Event]) -> list[float]:
+def _forward(events: Sequence[ProfilerEvent], nodes: Sequence[ProfilerEvent]) -> list[float]:
     """When operations that autograd recorded began, but for those that a backward computes again."""
-    own: dict[tuple[Any, Any], list[Event]] = {}
+    own: dict[tuple[Any, Any], list[ProfilerEvent]] = {}
     for node in nodes:
         own.setdefault(node.thread, []).append(node)
     starts = {thread: [node.start for node in mine] for thread, mine in own.items()}
@@ -190,7 +190,7 @@ def _forward(events: Sequence[Event], nodes: Sequence[Event]) -> list[float]:
     return found
 
 
-def _gradient(event: Event, where: str) -> Gradient:
+def _gradient(event: ProfilerEvent, where: str) -> Gradient:
     """What an AccumulateGrad made ready."""
     shape, name = _first(event, "Input Dims"), _first(event, "Input type")
     if shape is None:
@@ -202,12 +202,12 @@ def _gradient(event: Event, where: str) -> Gradient:
     return Gradient(prod(shape), dtype, str(shape), event.end)
 
 
-def _first(event: Event, what: str) -> Any:
+def _first(event: ProfilerEvent, what: str) -> Any:
     values = event.args.get(what)
     return values[0] if isinstance(values, list) and values else None
 
 
-def _device_clock(events: Sequence[Event]) -> Callable[[float], float] | None:
+def _device_clock(events: Sequence[ProfilerEvent]) -> Callable[[float], float] | None:
     """From an instant of the host to when the device has done what was launched before it; None without a device.
 
     NCCL's kernels are not computation; they are on streams of their own, and left out.

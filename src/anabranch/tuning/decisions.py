@@ -22,8 +22,8 @@ from anabranch.values.plan import Plan
 from anabranch.values.trace import Trace
 
 Verdict = Literal["not faster", "faster", "undecided"]
-Block = Sequence[float]  # seconds of some steps of one layout in a row
-Pairs = Sequence[tuple[Block, Block]]  # blocks of the layout in force and of the challenger
+BlockOfSteps = Sequence[float]  # seconds of some steps of one layout in a row
+Pairs = Sequence[tuple[BlockOfSteps, BlockOfSteps]]  # blocks of the layout in force and of the challenger
 Candidate = tuple[str, Plan | None]  # a label and a plan; None: the layout's own buckets
 
 VERDICTS: tuple[Verdict, ...] = ("not faster", "faster", "undecided")
@@ -209,7 +209,7 @@ def in_words(found: Comparison, pairs: Pairs) -> str:
     return f"{'slower' if found.gain < 0 else 'not clearly faster'}, given up after {steps_run} steps"
 
 
-def step_noise(blocks: Sequence[Block]) -> float:
+def step_noise(blocks: Sequence[BlockOfSteps]) -> float:
     """How much steps of a block differ, as a share of the step time; robust against single slow steps."""
     gaps = []
     for block in blocks:
@@ -247,7 +247,9 @@ def _standard_error(pairs: Pairs, ratios: Sequence[float]) -> float:
 # When to search again.
 
 
-def drift(usual: Sequence[Block], recent: Sequence[Block], policy: TuningPolicy) -> tuple[float, float] | None:
+def drift(
+    usual: Sequence[BlockOfSteps], recent: Sequence[BlockOfSteps], policy: TuningPolicy
+) -> tuple[float, float] | None:
     """The step time before and now, if every recent block differs from the usual ones by more than noise; else None."""
     usual, recent = [block for block in usual if block], [block for block in recent if block]
     if not usual or not recent:

@@ -22,7 +22,7 @@ from anabranch.tuning.calibration import CalibratedNetwork
 from anabranch.tuning.candidates import BackgroundPlanner, Candidates, candidates, warm_up_kinds
 from anabranch.tuning.decisions import (
     VERDICTS,
-    Block,
+    BlockOfSteps,
     Candidate,
     Tried,
     Verb,
@@ -330,7 +330,7 @@ class Search:
         policy = self.policy if min_gain is None else replace(self.policy, min_gain=min_gain)
         layouts = (best.label, best.plan), (label, plan)
         theirs, tried, challenger_runs = best, Trial(label, plan, ()), False
-        pairs: list[tuple[Block, Block]] = []
+        pairs: list[tuple[BlockOfSteps, BlockOfSteps]] = []
         while True:
             # The layout that runs goes on, then the other one: A B B A A B … has the fewest changes.
             first = yield from self._timed(*layouts[challenger_runs])

@@ -27,7 +27,7 @@ REST_LABEL = "the rest"
 Kind = Literal["gather", "use", "forward", "free", "loss", "use again", "backward", "reduce"]
 
 
-class Action(NamedTuple):
+class Operation(NamedTuple):
     """Something that FSDP2's host program does; ``use`` is the point at which a unit's parameters must be there."""
 
     kind: Kind
@@ -87,39 +87,39 @@ def peak_nbytes(trace: ShardedTrace, plan: ShardingPlan) -> int:
     return peak_of(_units(trace, plan), _actions(plan))
 
 
-def host_order(reshard: Sequence[bool], prefetch: int) -> Iterator[Action]:
+def host_order(reshard: Sequence[bool], prefetch: int) -> Iterator[Operation]:
     """What FSDP2 does in a step, in the order of its host program; unit i is resharded after forward if reshard[i]."""
     count = len(reshard)
     there: set[int] = set()  # gathered, or being gathered
 
-    def gathers(units: range) -> Iterator[Action]:
+    def gathers(units: range) -> Iterator[Operation]:
         for unit in units:
             if unit not in there:
                 there.add(unit)
-                yield Action("gather", unit)
+                yield Operation("gather", unit)
 
-    yield Action("gather", REST)
-    yield Action("use", REST)
+    yield Operation("gather", REST)
+    yield Operation("use", REST)
     yield from gathers(range(min(prefetch, count)))
-    yield Action("forward", REST)
+    yield Operation("forward", REST)
     for unit in range(count):
         yield from gathers(range(unit, unit + 1))
-        yield Action("use", unit)
+        yield Operation("use", unit)
         yield from gathers(range(unit + 1, min(unit + 1 + prefetch, count)))
-        yield Action("forward", unit)
+        yield Operation("forward", unit)
         if reshard[unit]:
             there.discard(unit)
-            yield Action("free", unit)
-    yield Action("loss", REST)
+            yield Operation("free", unit)
+    yield Operation("loss", REST)
     yield from gathers(range(count - 1, max(count - 1 - prefetch, -1), -1))
     for unit in reversed(range(count)):
         if reshard[unit]:
             yield from gathers(range(unit, unit + 1))
-            yield Action("use again", unit)
+            yield Operation("use again", unit)
         yield from gathers(range(unit - 1, max(unit - 1 - prefetch, -1), -1))
-        yield Action("backward", unit)
-        yield Action("reduce", unit)
-    yield Action("reduce", REST)
+        yield Operation("backward", unit)
+        yield Operation("reduce", unit)
+    yield Operation("reduce", REST)
 
 
 class Finish(NamedTuple):
@@ -132,7 +132,7 @@ class Finish(NamedTuple):
 def walk(
     units: Sequence[UnitCost],
     trace: ShardedTrace,
-    actions: Iterable[Action],
+    actions: Iterable[Operation],
     overlaps: bool = True,
     record: Callable[[str, str, int, float, float], None] | None = None,
 ) -> Finish:
@@ -192,7 +192,7 @@ class UnshardedBytes(NamedTuple):
     reducing: int
 
 
-def unsharded_at(units: Sequence[Block], actions: Iterable[Action]) -> Iterator[tuple[Action, UnshardedBytes]]:
+def unsharded_at(units: Sequence[Block], actions: Iterable[Operation]) -> Iterator[tuple[Operation, UnshardedBytes]]:
     """What is held at the fullest moment of each action; ``units``: each as one block, the rest last."""
     parameters = gradients = gathering = reducing = 0
     kept = 0  # the buffer of the last gather in forward, which lives until the next unit is used
@@ -222,12 +222,12 @@ def unsharded_at(units: Sequence[Block], actions: Iterable[Action]) -> Iterator[
             gradients -= gradient_nbytes
 
 
-def peak_of(units: Sequence[Block], actions: Iterable[Action]) -> int:
+def peak_of(units: Sequence[Block], actions: Iterable[Operation]) -> int:
     """``peak_nbytes`` of these units, each as one block, the rest last, and FSDP2's ``actions``."""
     return max(sum(held) for _, held in unsharded_at(units, actions))
 
 
-def _actions(plan: ShardingPlan) -> Iterator[Action]:
+def _actions(plan: ShardingPlan) -> Iterator[Operation]:
     return host_order([unit.reshard for unit in plan.units], plan.prefetch)
 
 

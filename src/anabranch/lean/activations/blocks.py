@@ -11,7 +11,7 @@ CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 
 @dataclass(frozen=True)
-class Block:
+class ModuleBlock:
     """One module, or consecutive children of a Sequential, which go by the name of the first.
 
     joins    it directly follows another block of the same Sequential, so both can be recomputed in one run
@@ -28,7 +28,7 @@ class Block:
         return tuple(self.module.get_submodule(name) for name in self.children) or (self.module,)
 
 
-def blocks_of(model: nn.Module) -> list[Block]:
+def blocks_of(model: nn.Module) -> list[ModuleBlock]:
     """Return the blocks of ``model`` in the order of its modules: what repeats in its containers, else its children.
 
     Children of a ModuleList are blocks one by one. In a Sequential a layer without a matrix of its own, such as a norm,
@@ -36,13 +36,13 @@ def blocks_of(model: nn.Module) -> list[Block]:
     which nothing could be recomputed.
     """
     found = _of_container(model, "") if isinstance(model, CONTAINERS) else _of_children(model, "")
-    first_use: dict[tuple[int, tuple[str, ...]], Block] = {}  # a module may be used twice
+    first_use: dict[tuple[int, tuple[str, ...]], ModuleBlock] = {}  # a module may be used twice
     for block in found:
         first_use.setdefault((id(block.module), block.children), block)
     return list(first_use.values())
 
 
-def _of_children(module: nn.Module, prefix: str) -> Iterator[Block]:
+def _of_children(module: nn.Module, prefix: str) -> Iterator[ModuleBlock]:
     for name, child in module.named_children():
         path = prefix + name
         if isinstance(child, CONTAINERS):
@@ -50,10 +50,10 @@ def _of_children(module: nn.Module, prefix: str) -> Iterator[Block]:
         elif any(isinstance(inner, CONTAINERS) for inner in child.modules()):
             yield from _of_children(child, path + ".")
         elif any(True for _ in child.children()) and _has_parameters(child):
-            yield Block(path, child)
+            yield ModuleBlock(path, child)
 
 
-def _of_container(container: nn.Module, prefix: str) -> Iterator[Block]:
+def _of_container(container: nn.Module, prefix: str) -> Iterator[ModuleBlock]:
     is_sequential = type(container).forward is nn.Sequential.forward
     children: list[str] = []  # of the block that is open, which goes by the name of the first
     follows = False
@@ -62,21 +62,21 @@ def _of_container(container: nn.Module, prefix: str) -> Iterator[Block]:
             continue
         if _is_stage(child):
             if children:
-                yield Block(prefix + children[0], container, tuple(children), follows)
+                yield ModuleBlock(prefix + children[0], container, tuple(children), follows)
             children, follows = [], False
             yield from _of_container(child, f"{prefix}{name}.")
         elif not is_sequential:
             if _has_parameters(child):
-                yield Block(prefix + name, child)
+                yield ModuleBlock(prefix + name, child)
         elif not children or _starts_block(child):
             if children:
-                yield Block(prefix + children[0], container, tuple(children), follows)
+                yield ModuleBlock(prefix + children[0], container, tuple(children), follows)
                 follows = True
             children = [name]
         else:
             children.append(name)
     if children:
-        yield Block(prefix + children[0], container, tuple(children), follows)
+        yield ModuleBlock(prefix + children[0], container, tuple(children), follows)
 
 
 def _is_stage(child: nn.Module) -> bool:

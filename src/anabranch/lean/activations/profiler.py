@@ -17,7 +17,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from anabranch.lean.activations.blocks import END, REST, Block, blocks_of
+from anabranch.lean.activations.blocks import END, REST, ModuleBlock, blocks_of
 from anabranch.lean.activations.recompute import BlockRange, PatchedModel, no_side_effects, recompute
 from anabranch.lean.activations.solver import Action, BlockCosts, BudgetError
 from anabranch.lean.options import Mode
@@ -80,7 +80,7 @@ class Saved:
 class BlockProfile:
     """Measurements of one block in one step, over all its runs so far; ``saved`` without its inputs."""
 
-    block: Block
+    block: ModuleBlock
     runs: list[tuple[object, object]] = field(default_factory=list)  # clock marks at the start and the end of each run
     saved: Saved = field(default_factory=Saved)
     input_nbytes: int = 0
@@ -216,7 +216,7 @@ class BlockProfiler(StepObserver):
         return output
 
     def _measured_run(
-        self, block: Block, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+        self, block: ModuleBlock, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> BlockProfile:
         """Run a block only to measure it; its output is dropped."""
         inputs = {StorageWeakRef(tensor.untyped_storage()): tensor for tensor in tensors_in((args, kwargs))}

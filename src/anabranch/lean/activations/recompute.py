@@ -16,7 +16,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
-from anabranch.lean.activations.blocks import Block, blocks_of
+from anabranch.lean.activations.blocks import ModuleBlock, blocks_of
 from anabranch.lean.activations.solver import ACTIONS, Action
 
 COMPILED = "_compiled_call_impl"  # of torch: the attribute that module.compile() sets, and that a call runs
@@ -83,7 +83,7 @@ def no_side_effects(modules: Sequence[nn.Module]) -> Iterator[WatchedBuffers]:
 class BlockRange:
     """Consecutive blocks that have one action together: one block, and those that join it."""
 
-    def __init__(self, action: Action, blocks: Sequence[Block]) -> None:
+    def __init__(self, action: Action, blocks: Sequence[ModuleBlock]) -> None:
         self.action = action
         self.blocks = list(blocks)
         self._checked = False  # whether recomputing them gives the same again
@@ -197,7 +197,7 @@ class PatchedModel:
             else:
                 module.__dict__[attribute] = before
 
-    def _patch_blocks(self, blocks: Mapping[str, Block], run: Callable[..., Any], also_kept: bool) -> None:
+    def _patch_blocks(self, blocks: Mapping[str, ModuleBlock], run: Callable[..., Any], also_kept: bool) -> None:
         in_sequential: dict[nn.Module, list[BlockRange]] = {}
         for name, block in blocks.items():
             action = self.actions.get(name)
@@ -245,7 +245,7 @@ def recompute(model: nn.Module) -> PatchedModel:
     return PatchedModel(model, dict.fromkeys((block.name for block in blocks_of(model)), "recompute"))
 
 
-def _check(blocks: Mapping[str, Block], actions: Mapping[str, Action]) -> None:
+def _check(blocks: Mapping[str, ModuleBlock], actions: Mapping[str, Action]) -> None:
     """Raise ValueError unless these blocks can have these actions; what is outside all blocks can only be kept."""
     known, before = ", ".join(blocks) or "none: it has no repeated blocks", "keep"
     for name, action in actions.items():

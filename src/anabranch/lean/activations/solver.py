@@ -62,7 +62,7 @@ class Forecast(NamedTuple):
     peak_nbytes: int
 
 
-class Choice(NamedTuple):
+class ActivationChoice(NamedTuple):
     """An action for every block, and its forecast."""
 
     actions: dict[str, Action]
@@ -105,7 +105,7 @@ class _Run(NamedTuple):
     extra_s: float
 
 
-def choose(blocks: Sequence[BlockCosts], budget_nbytes: int) -> Choice:
+def choose(blocks: Sequence[BlockCosts], budget_nbytes: int) -> ActivationChoice:
     """Return the actions with the least predicted extra time whose predicted peak is within the budget.
 
     Dynamic programming over the blocks and over what stays in memory of those so far, counted in 1/16384 of the budget:
@@ -114,7 +114,7 @@ def choose(blocks: Sequence[BlockCosts], budget_nbytes: int) -> Choice:
     """
     kept: dict[str, Action] = {block.name: "keep" for block in blocks}
     if (forecast := predict(blocks, kept)).peak_nbytes <= budget_nbytes:  # nothing is faster
-        return Choice(kept, forecast)
+        return ActivationChoice(kept, forecast)
     unit_nbytes = max(1, ceil(budget_nbytes / RESOLUTION))
     units = budget_nbytes // unit_nbytes + 1
     least_s = np.full((len(blocks) + 1, units), np.inf)
@@ -140,7 +140,7 @@ def choose(blocks: Sequence[BlockCosts], budget_nbytes: int) -> Choice:
         for index in range(run.first, end) if run.recomputed else ():
             kept[blocks[index].name] = "recompute" if index == run.first else "join"
         end, used = run.first, used - run.kept_units
-    return Choice(kept, predict(blocks, kept))
+    return ActivationChoice(kept, predict(blocks, kept))
 
 
 def smallest_budget(blocks: Sequence[BlockCosts]) -> int:

@@ -83,7 +83,7 @@ SETUPS = (DDP, _ours(OURS), _ours("int8", "int8", '"int8"'), _oktopk(0.1), _okto
 def main(folder: Path, steps: int) -> None:
     """Compare every setup by its losses and its steps; rank 0 writes the results to ``folder``."""
     dist.init_process_group("gloo")
-    trainings = [Training(setup, folder if setup is AUTO else None) for setup in SETUPS]
+    trainings = [LiveTraining(setup, folder if setup is AUTO else None) for setup in SETUPS]
     benchmark = _train_and_race(trainings, steps)
     results = {
         "parameters": sum(parameter.numel() for parameter in new_model().parameters()),
@@ -99,7 +99,7 @@ def main(folder: Path, steps: int) -> None:
     dist.destroy_process_group()
 
 
-class Training:
+class LiveTraining:
     """A training; with ``folder``, rank 0 writes there what ``anabranch report`` draws of it."""
 
     def __init__(self, setup: Setup, folder: Path | None = None) -> None:
@@ -192,7 +192,7 @@ class Training:
         )
 
 
-def _train_and_race(trainings: Sequence[Training], steps: int) -> Benchmark:
+def _train_and_race(trainings: Sequence[LiveTraining], steps: int) -> Benchmark:
     """Train one after the other, then let all and computing alone take turns."""
     for training in trainings:
         training.run(LONGER * steps if training.setup.compressed else steps)

@@ -24,7 +24,7 @@ ROW_PX, EDGE_PX = 38, 120  # of a chart of bars
 ROOM = 1.3  # for the text behind the longest bar
 
 Series = dict[str, Any]
-Layout = dict[str, Any]
+PlotLayout = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class Chart:
     key: str
     label: str
     data: Sequence[Series]
-    layout: Layout
+    layout: PlotLayout
     height: int
     caption: str = ""
     arrow_keys: Sequence[str] = ()
@@ -129,7 +129,7 @@ def band(x: Sequence[float], low: Sequence[float], high: Sequence[float], index:
 # ------------------------------------------------------------------------------------------------------------ layout
 
 
-def layout(x: dict[str, Any], y: dict[str, Any], **more: Any) -> Layout:
+def layout(x: dict[str, Any], y: dict[str, Any], **more: Any) -> PlotLayout:
     """Two axes, with the legend above them."""
     legend = {"orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 0, "traceorder": "normal"}
     return {"hovermode": "closest", "xaxis": x, "yaxis": y, "legend": legend, **more}

@@ -15,7 +15,7 @@ SAME_LOSS = 0.01  # relative difference up to which the headline prefers the fas
 LOSS_PX = 430
 
 
-class Gain(NamedTuple):
+class GainRow(NamedTuple):
     """A training compared with DDP's: how many times as fast, whether by more than noise, its price in loss."""
 
     name: str
@@ -40,15 +40,15 @@ def compared_loss(found: DemoDocument, training: DemoTraining) -> float:
     return smoothed(training.losses)[compared_steps(found) - 1]
 
 
-def gain(found: DemoDocument, training: DemoTraining) -> Gain:
+def gain(found: DemoDocument, training: DemoTraining) -> GainRow:
     """One training compared with DDP's."""
     base = compared_loss(found, found.training(BASELINE))
     row, loss = found.benchmark.row(training.name), compared_loss(found, training)
     price = loss / base - 1 if base > 0 else 0.0
-    return Gain(training.name, 1 / found.benchmark.ratio_to_ddp(row), found.benchmark.is_faster(row), loss, price)
+    return GainRow(training.name, 1 / found.benchmark.ratio_to_ddp(row), found.benchmark.is_faster(row), loss, price)
 
 
-def best_gain(found: DemoDocument) -> Gain | None:
+def best_gain(found: DemoDocument) -> GainRow | None:
     """The fastest training of those that cost no loss, or of all that are faster; None where none is."""
     gains = [gain(found, training) for training in found.trainings if training.name != BASELINE]
     fast = [one for one in gains if one.faster]

@@ -9,7 +9,7 @@ from typing import Annotated, Any, NamedTuple
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
 
-from anabranch.tools.report.chart import Chart, Layout, Series, axis, curve, layout, plotly_text
+from anabranch.tools.report.chart import Chart, PlotLayout, Series, axis, curve, layout, plotly_text
 from anabranch.tools.report.documents import MAX_NUMBER, Count, Instant, Number
 from anabranch.tools.report.formatting import shortened, time_scale
 from anabranch.tools.report.tables import Cell, Table, number
@@ -246,7 +246,7 @@ def _series(name: str, panel: _Panel, points: Sequence[Point], index: int, style
     return curve(name, steps, values, hovers, index, **style)
 
 
-def _layout(panels: Sequence[_Panel]) -> Layout:
+def _layout(panels: Sequence[_Panel]) -> PlotLayout:
     grid = {"rows": len(panels), "columns": 1, "pattern": "coupled", "ygap": 0.35}
     shape = layout(axis("step"), {}, grid=grid, annotations=[])
     shape["legend"]["y"] = 1.0 + 26 / (PANEL_PX * len(panels))

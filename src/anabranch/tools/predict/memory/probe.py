@@ -41,7 +41,7 @@ Loss = Callable[[nn.Module], torch.Tensor]
 Build = Callable[[torch.device], tuple[nn.Module, Loss]]
 
 
-class Event(NamedTuple):
+class AllocationEvent(NamedTuple):
     """One of three: a storage allocated (+) or freed (−), a gradient ready, or the workspace of one operation."""
 
     nbytes: int
@@ -54,7 +54,7 @@ class StorageTracker(TorchDispatchMode):
 
     def __init__(self, device: torch.device, convolution_workspace: float = 0.0) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.events: list[Event] = []
+        self.events: list[AllocationEvent] = []
         self._device_type = device.type
         self._convolution_workspace = convolution_workspace
         self._numbers: dict[int, int] = {}  # of live storages, by address
@@ -73,7 +73,7 @@ class StorageTracker(TorchDispatchMode):
             self._answers[self.number_of(result)] = ANSWERS[func.overloadpacket]
         if self._convolution_workspace and "convolution" in func.name():
             touched_nbytes = sum(tensor.nbytes for tensor in _tensors((args, result)))
-            self.events.append(Event(int(self._convolution_workspace * touched_nbytes)))
+            self.events.append(AllocationEvent(int(self._convolution_workspace * touched_nbytes)))
         return result
 
     def number_of(self, tensor: torch.Tensor) -> int:
@@ -87,13 +87,13 @@ class StorageTracker(TorchDispatchMode):
             nbytes = allocated_nbytes(storage.nbytes())
             self._count += 1
             self._numbers[address] = number
-            self.events.append(Event(nbytes, number))
+            self.events.append(AllocationEvent(nbytes, number))
             weakref.finalize(storage, self._freed, address, number, nbytes).atexit = False
         return self._numbers[address]
 
     def _freed(self, address: int, number: int, nbytes: int) -> None:
         self._numbers.pop(address, None)
-        self.events.append(Event(-nbytes, number))
+        self.events.append(AllocationEvent(-nbytes, number))
 
 
 def probe(
@@ -134,7 +134,7 @@ def probe(
 
 
 def _ready_gradients(
-    events: Sequence[Event], kinds: Mapping[int, str], parameters: Mapping[str, nn.Parameter]
+    events: Sequence[AllocationEvent], kinds: Mapping[int, str], parameters: Mapping[str, nn.Parameter]
 ) -> tuple[tuple[ReadyGradient, ...], MemoryUse]:
     """Return the gradients in the order in which they were ready, and memory in use at the end."""
     live = {"activations": 0, "gradients": 0, "weights": 0}
@@ -182,7 +182,7 @@ def _record_gradients(model: nn.Module, tracker: StorageTracker, gradients: set[
     def ready(name: str, parameter: torch.Tensor) -> None:
         assert parameter.grad is not None
         gradients.add(tracker.number_of(parameter.grad))
-        tracker.events.append(Event(0, gradient=name))
+        tracker.events.append(AllocationEvent(0, gradient=name))
         parameter.grad = None
 
     return [
