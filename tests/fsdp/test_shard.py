@@ -35,7 +35,6 @@ from fsdp.small_model import (
 from ranks import on_ranks
 
 STEPS = range(4)
-LASTING_S = 20.0  # no thread is delayed that long
 NAMES = [str(index) for index in range(1, BLOCKS + 1)]  # the first layer is left to the root, as in model_of
 PLANS = [
     ab.ShardingPlan.per_block(NAMES),
@@ -203,9 +202,11 @@ class Memory:
         inputs[0].register_hook(lambda _: self.sample())
 
     def sample(self) -> None:
-        """Gloo's thread may hold a buffer for a moment after its message: what is more than expected has to last."""
-        until = time.monotonic() + LASTING_S
-        while (held := self.held()) > self.expected and time.monotonic() < until:
+        """Gloo's thread may hold a buffer for a moment after its message: what is more than expected has to last.
+
+        It has to last until the ranks' deadline, for no shorter time tells a buffer that is kept from a busy machine.
+        """
+        while (held := self.held()) > self.expected:
             time.sleep(0.001)
         self.peak = max(self.peak, held)
 
