@@ -22,6 +22,7 @@ if not Path("/dev/nvidia0").exists():
 os.environ["ANABRANCH_CACHE"] = "off"
 
 TESTS = Path(__file__).parent
+LAB = TESTS / "tools" / "lab"
 
 settings.register_profile(
     "repeatable",
@@ -46,27 +47,31 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Give tests that share a worker to one worker: those of the lab, and those of a file with module fixtures.
+    """Give tests that share a worker to one worker: those of an ``xdist_group``, and of a file with module fixtures.
 
     xdist writes the groups of ``_mark`` into node ids, and pytest 9.2 has node ids that nobody can write into, so that
-    its --dist loadgroup groups nothing (xdist 3.8). This goes by the files' text.
+    its --dist loadgroup groups nothing (xdist 3.8). This goes by the files' text: a marker holds for its whole file.
     """
     from xdist.scheduler import LoadScopeScheduling  # type: ignore[import-untyped]
 
     class Grouped(LoadScopeScheduling):  # type: ignore[misc]
         def _split_scope(self, nodeid: str) -> str:
             path = config.rootpath / nodeid.partition("::")[0]
-            text = _text(path)
-            if path.parent == TESTS / "tools" / "lab" or 'xdist_group("lab")' in text:
-                return "lab"
-            return str(path) if 'scope="module"' in text else nodeid
+            return _group(path) or nodeid
 
     return Grouped(config, log) if config.getoption("dist") == "loadgroup" else None
 
 
 @cache
-def _text(path: Path) -> str:
-    return path.read_text(encoding="utf-8")
+def _group(path: Path) -> str:
+    """The group of the tests in this file; empty if each of them may go to any worker."""
+    if path.parent == LAB:
+        return "lab"
+    text = path.read_text(encoding="utf-8")
+    groups = set(re.findall(r"""mark\.xdist_group\(["'](.+?)["']\)""", text))
+    if len(groups) > 1:
+        raise pytest.UsageError(f"{path} names the groups {', '.join(sorted(groups))}: expected one in a file")
+    return groups.pop() if groups else str(path) if 'scope="module"' in text else ""
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -94,7 +99,7 @@ def _mark(item: pytest.Function) -> None:
         item.add_marker("campaign")
     if _reaches_subprocess([item.function, *(fixture.func for fixture in fixtures)]):
         item.add_marker("slow")
-    if item.path.parent == TESTS / "tools" / "lab":  # a lab looks at all processes and network devices of the machine
+    if item.path.parent == LAB:  # a lab looks at all processes and network devices of the machine
         item.add_marker(pytest.mark.xdist_group("lab"))
     elif any(fixture.scope == "module" for fixture in fixtures):  # made once, not once per worker
         item.add_marker(pytest.mark.xdist_group(item.path.stem))
