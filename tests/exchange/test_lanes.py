@@ -124,6 +124,7 @@ def stalled(rank: int) -> dict[str, Any]:
     return {"left": alive()}
 
 
+@pytest.mark.slow
 def test_a_stalled_rank_is_an_error_by_the_groups_deadline() -> None:
     """The deadline of the default group is much later, and ranks would not end in time."""
     answer, _ = on_ranks(stalled, 2, timeout_s=30.0)

@@ -6,6 +6,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -36,6 +37,7 @@ def train_for_ever(rank: int, rendezvous: Path, ready: Any) -> None:
         os._exit(INTERRUPTED)
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_both_ranks(tmp_path: Path) -> None:
     for attempt in range(TRIES):
         reader, writer = CONTEXT.Pipe(duplex=False)
