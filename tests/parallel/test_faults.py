@@ -131,7 +131,7 @@ def run(
         for process in processes:
             if process.poll() is None:
                 process.kill()
-    words = [process.communicate(timeout=10)[1] for process in processes]
+    words = [process.communicate(timeout=10 * patience())[1] for process in processes]
     notes = {rank: folder / f"rank-{rank}.json" for rank in range(ranks)}
     return codes, words, {rank: json.loads(path.read_text()) for rank, path in notes.items() if path.exists()}
 

@@ -35,7 +35,6 @@ from parallel.twins import (
 )
 from ranks import cases_on_ranks, on_ranks, patience
 
-
 Answers = dict[str, list[Any]]
 
 

@@ -48,7 +48,7 @@ def test_a_real_cpu_profile(recorded: tuple[Path, nn.Module, float]) -> None:
     assert trace.tensors[0].numel == 1280  # the last layer's gradient comes first
     assert trace.tensors[-1].numel in (128, 64 * 128)
     assert {t.dtype for t in trace.tensors} == {"float32"}
-    assert 0 < trace.forward_s and 0 < trace.tensors[0].ready_s < trace.backward_s
+    assert trace.forward_s > 0 and 0 < trace.tensors[0].ready_s < trace.backward_s
     assert trace.forward_s + trace.backward_s < took_s, "seconds, of a step among several"
     assert trace.meta["steps"] == STEPS and trace.meta["model"] == "small" and trace.meta["batch"] == 32
     assert "names of parameters" in str(trace.meta["not_known"])

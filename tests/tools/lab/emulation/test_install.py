@@ -11,6 +11,7 @@ import pytest
 
 from anabranch.tools.lab.emulation.install import install
 from anabranch.tools.lab.emulation.settings import NETWORK_VARIABLE, EmulatedNetwork, environment
+from ranks import patience
 
 
 def python(code: str, variables: dict[str, str], *options: str) -> subprocess.CompletedProcess[str]:
@@ -20,7 +21,7 @@ def python(code: str, variables: dict[str, str], *options: str) -> subprocess.Co
         env={**os.environ, **variables},
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=100 * patience(),
         check=False,
     )
 
