@@ -33,7 +33,8 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow],
 )
 settings.register_profile("explore", settings.get_profile("repeatable"), derandomize=False, max_examples=1000)
-settings.register_profile("quick", settings.get_profile("repeatable"), max_examples=15)
+QUICK_EXAMPLES = 15
+settings.register_profile("quick", settings.get_profile("repeatable"), max_examples=QUICK_EXAMPLES)
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -88,6 +89,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         chosen = _first_cases(item for item in items if item not in long)
         config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
         items[:] = chosen
+        for item in items:
+            _give_few_examples(item)
     # So that no core waits for them in the end.
     items.sort(key=lambda item: 2 - bool(item.get_closest_marker("campaign")) - bool(item.get_closest_marker("slow")))
 
@@ -103,6 +106,14 @@ def _mark(item: pytest.Function) -> None:
         item.add_marker(pytest.mark.xdist_group("lab"))
     elif any(fixture.scope == "module" for fixture in fixtures):  # made once, not once per worker
         item.add_marker(pytest.mark.xdist_group(item.path.stem))
+
+
+def _give_few_examples(item: pytest.Item) -> None:
+    """Also where a test says how many examples hypothesis makes, which goes before the profile's number."""
+    test: Any = getattr(item, "obj", None)
+    given = getattr(test, "_hypothesis_internal_use_settings", None)
+    if given is not None and given.max_examples > QUICK_EXAMPLES:
+        test._hypothesis_internal_use_settings = settings(given, max_examples=QUICK_EXAMPLES)
 
 
 def _first_cases(items: Iterable[pytest.Item]) -> list[pytest.Item]:
