@@ -22,6 +22,7 @@ if not Path("/dev/nvidia0").exists():
 os.environ["ANABRANCH_CACHE"] = "off"
 
 TESTS = Path(__file__).parent
+LAB = TESTS / "tools" / "lab"
 
 settings.register_profile(
     "repeatable",
@@ -32,7 +33,8 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow],
 )
 settings.register_profile("explore", settings.get_profile("repeatable"), derandomize=False, max_examples=1000)
-settings.register_profile("quick", settings.get_profile("repeatable"), max_examples=15)
+QUICK_EXAMPLES = 15
+settings.register_profile("quick", settings.get_profile("repeatable"), max_examples=QUICK_EXAMPLES)
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -46,27 +48,31 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Give tests that share a worker to one worker: those of the lab, and those of a file with module fixtures.
+    """Give tests that share a worker to one worker: those of an ``xdist_group``, and of a file with module fixtures.
 
     xdist writes the groups of ``_mark`` into node ids, and pytest 9.2 has node ids that nobody can write into, so that
-    its --dist loadgroup groups nothing (xdist 3.8). This goes by the files' text.
+    its --dist loadgroup groups nothing (xdist 3.8). This goes by the files' text: a marker holds for its whole file.
     """
     from xdist.scheduler import LoadScopeScheduling  # type: ignore[import-untyped]
 
     class Grouped(LoadScopeScheduling):  # type: ignore[misc]
         def _split_scope(self, nodeid: str) -> str:
             path = config.rootpath / nodeid.partition("::")[0]
-            text = _text(path)
-            if path.parent == TESTS / "tools" / "lab" or 'xdist_group("lab")' in text:
-                return "lab"
-            return str(path) if 'scope="module"' in text else nodeid
+            return _group(path) or nodeid
 
     return Grouped(config, log) if config.getoption("dist") == "loadgroup" else None
 
 
 @cache
-def _text(path: Path) -> str:
-    return path.read_text(encoding="utf-8")
+def _group(path: Path) -> str:
+    """The group of the tests in this file; empty if each of them may go to any worker."""
+    if path.parent == LAB:
+        return "lab"
+    text = path.read_text(encoding="utf-8")
+    groups = set(re.findall(r"""mark\.xdist_group\(["'](.+?)["']\)""", text))
+    if len(groups) > 1:
+        raise pytest.UsageError(f"{path} names the groups {', '.join(sorted(groups))}: expected one in a file")
+    return groups.pop() if groups else str(path) if 'scope="module"' in text else ""
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -83,6 +89,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         chosen = _first_cases(item for item in items if item not in long)
         config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
         items[:] = chosen
+        for item in items:
+            _give_few_examples(item)
     # So that no core waits for them in the end.
     items.sort(key=lambda item: 2 - bool(item.get_closest_marker("campaign")) - bool(item.get_closest_marker("slow")))
 
@@ -94,10 +102,18 @@ def _mark(item: pytest.Function) -> None:
         item.add_marker("campaign")
     if _reaches_subprocess([item.function, *(fixture.func for fixture in fixtures)]):
         item.add_marker("slow")
-    if item.path.parent == TESTS / "tools" / "lab":  # a lab looks at all processes and network devices of the machine
+    if item.path.parent == LAB:  # a lab looks at all processes and network devices of the machine
         item.add_marker(pytest.mark.xdist_group("lab"))
     elif any(fixture.scope == "module" for fixture in fixtures):  # made once, not once per worker
         item.add_marker(pytest.mark.xdist_group(item.path.stem))
+
+
+def _give_few_examples(item: pytest.Item) -> None:
+    """Also where a test says how many examples hypothesis makes, which goes before the profile's number."""
+    test: Any = getattr(item, "obj", None)
+    given = getattr(test, "_hypothesis_internal_use_settings", None)
+    if given is not None and given.max_examples > QUICK_EXAMPLES:
+        test._hypothesis_internal_use_settings = settings(given, max_examples=QUICK_EXAMPLES)
 
 
 def _first_cases(items: Iterable[pytest.Item]) -> list[pytest.Item]:

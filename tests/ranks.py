@@ -19,8 +19,9 @@ import torch.distributed as dist
 Result = TypeVar("Result")
 Case = tuple[Callable[..., Any], *tuple[object, ...]]  # a function, and its arguments after the rank
 
-GROUP_TIMEOUT = timedelta(seconds=45)
+GROUP_TIMEOUT_S = 45.0  # of the default group, on an idle machine
 GRACE_S = 5.0  # for the other ranks, once one has failed
+GROUP_TIMEOUT_VARIABLE = "ANABRANCH_TESTS_GROUP_TIMEOUT_S"  # for a rank to know what it was given
 MAX_PATIENCE = 5.0  # keeps deadlines below pytest's own
 
 # Ranks are forked from a server that has imported what they need: 0.1 s for two of them, instead of 3 s of CPU each.
@@ -48,6 +49,11 @@ def patience() -> float:
     return min(MAX_PATIENCE, max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1)))
 
 
+def group_timeout() -> timedelta:
+    """On a rank of ``on_ranks``: the timeout of the default group, which is extended on a busy machine."""
+    return timedelta(seconds=float(os.environ[GROUP_TIMEOUT_VARIABLE]))
+
+
 def on_ranks(function: Callable[..., Result], world_size: int, *args: object, timeout_s: float = 60.0) -> list[Result]:
     """What ``function(rank, *args)`` returns on each rank of a fresh process group, in rank order.
 
@@ -65,14 +71,15 @@ def cases_on_ranks(cases: Mapping[str, Case], world_size: int, timeout_s: float 
     Cases run one after another in the same processes and the same group. A case that patches a module, sets a variable
     of the environment or is to fail has a launch of its own. Messages of failures name the case.
     """
-    timeout_s *= patience()
+    patient = patience()
+    timeout_s, group_timeout_s = timeout_s * patient, float(round(GROUP_TIMEOUT_S * patient))
     deadline = time.monotonic() + timeout_s
     with tempfile.TemporaryDirectory(prefix="anabranch-ranks-") as folder:
         pairs = [CONTEXT.Pipe(duplex=False) for _ in range(world_size)]
         processes = [
             CONTEXT.Process(
                 target=_rank,
-                args=(dict(cases), rank, world_size, folder, writer, timeout_s),
+                args=(dict(cases), rank, world_size, folder, writer, timeout_s, group_timeout_s),
                 name=f"rank {rank}",
                 daemon=True,
             )
@@ -128,8 +135,17 @@ def _result(answers: dict[int, Any], process: Any, rank: int, folder: str) -> An
     return answers[rank]
 
 
-def _rank(cases: Mapping[str, Case], rank: int, world_size: int, folder: str, writer: Any, timeout_s: float) -> None:
+def _rank(
+    cases: Mapping[str, Case],
+    rank: int,
+    world_size: int,
+    folder: str,
+    writer: Any,
+    timeout_s: float,
+    group_timeout_s: float,
+) -> None:
     """One rank's process."""
+    os.environ[GROUP_TIMEOUT_VARIABLE] = str(group_timeout_s)
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
     answers: dict[str, object] = {}
@@ -144,7 +160,7 @@ def _rank(cases: Mapping[str, Case], rank: int, world_size: int, folder: str, wr
                     init_method=f"file://{folder}/rendezvous",
                     rank=rank,
                     world_size=world_size,
-                    timeout=GROUP_TIMEOUT,
+                    timeout=group_timeout(),
                 )
                 for name, (function, *args) in cases.items():
                     print(f"In {name}:", file=stacks, flush=True)

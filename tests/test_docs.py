@@ -25,7 +25,7 @@ from typer.main import get_command
 
 import anabranch as ab
 from anabranch.tools.cli.main import app, main
-from ranks import on_ranks
+from ranks import on_ranks, patience
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md") if (ROOT / name).is_file()] + sorted(
@@ -349,7 +349,7 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
         env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=100 * patience(),
         check=False,
     )
     assert build.returncode == 0, build.stdout + build.stderr

@@ -21,6 +21,8 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 
+from ranks import patience
+
 ROOT = Path(__file__).parents[1]
 SOURCE = ROOT / "src" / "anabranch"
 BASE = {"numpy", "pydantic", "rich", "torch", "typer"}
@@ -38,7 +40,7 @@ def run(arguments: Sequence[str], folder: Path, **variables: str) -> "subprocess
         env={**os.environ, **variables},
         capture_output=True,
         text=True,
-        timeout=DEADLINE_S,
+        timeout=DEADLINE_S * patience(),
         check=False,
     )
 
@@ -220,7 +222,7 @@ def test_it_trains_on_two_ranks(installed: Installed) -> None:
     ]
     try:
         for rank in ranks:
-            out, err = rank.communicate(timeout=DEADLINE_S)
+            out, err = rank.communicate(timeout=DEADLINE_S * patience())
             assert (rank.returncode, out) == (0, "True True True\n"), err
     finally:
         for rank in ranks:

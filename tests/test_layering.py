@@ -8,6 +8,7 @@ from functools import cache
 from pathlib import Path
 
 import anabranch
+from ranks import patience
 
 SRC = Path(anabranch.__file__).parent
 MAX_NAMES = 14  # at the top of src/anabranch
@@ -143,7 +144,7 @@ def test_planning_and_looking_load_no_torch() -> None:
         "    if 'torch' in sys.modules: sys.exit(module + ' loads torch')"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code, *modules], capture_output=True, text=True, timeout=100, check=False
+        [sys.executable, "-c", code, *modules], capture_output=True, text=True, timeout=100 * patience(), check=False
     )
     assert done.returncode == 0, done.stderr
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from anabranch.exchange import groups
 from anabranch.exchange.groups import clone_group, destroy_clone, inherit_timeout, no_clone_reason, timeout_of
 from anabranch.values.errors import CollectiveError
-from ranks import GROUP_TIMEOUT, on_ranks
+from ranks import group_timeout, on_ranks, patience
 
 
 def world() -> dist.ProcessGroup:
@@ -30,7 +30,10 @@ def copies(rank: int, debugged: bool) -> dict[str, Any]:
         dist.set_debug_level(dist.DebugLevel.DETAIL)  # type: ignore[attr-defined]
     made = clone_group(world(), "gloo", "a copy")
     some = dist.new_group([0, 2], timeout=timedelta(seconds=9))
-    answer: dict[str, Any] = {"whole": dist.get_process_group_ranks(made), "timeout": timeout_of(made) == GROUP_TIMEOUT}
+    answer: dict[str, Any] = {
+        "whole": dist.get_process_group_ranks(made),
+        "timeout": timeout_of(made) == group_timeout(),
+    }
     if rank != 1:
         assert isinstance(some, dist.ProcessGroup)
         part = clone_group(some, "gloo", "a copy of a part")
@@ -53,7 +56,10 @@ def test_copies_of_groups_have_their_ranks_and_deadline(debugged: bool) -> None:
 
 
 def inherited(rank: int, debugged: bool) -> list[float]:
-    """The timeouts in seconds of a group that nobody gave one, and of one with its own, once they have inherited."""
+    """Timeouts in seconds, once they have inherited: of a group that nobody gave one, and of one with its own.
+
+    The last one is that of the default group.
+    """
     if debugged:
         dist.set_debug_level(dist.DebugLevel.DETAIL)  # type: ignore[attr-defined]
     found = []
@@ -63,19 +69,20 @@ def inherited(rank: int, debugged: bool) -> list[float]:
         timeout = timeout_of(group)
         assert timeout is not None
         found.append(timeout.total_seconds())
-    return found
+    return [*found, group_timeout().total_seconds()]
 
 
 @pytest.mark.parametrize("debugged", [False, True])
 def test_a_group_inherits_a_timeout_unless_it_was_given_one(debugged: bool) -> None:
-    assert on_ranks(inherited, 2, debugged) == [[GROUP_TIMEOUT.total_seconds(), 7200]] * 2
+    for inherited_s, own_s, default_s in on_ranks(inherited, 2, debugged):
+        assert (inherited_s, own_s) == (default_s, 7200)
 
 
 def test_a_group_that_says_no_timeout_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where torch knows no NCCL, and has no timeout for it."""
     default: Any = object()
     monkeypatch.setattr(groups, "default_group", lambda: default)
-    monkeypatch.setattr(groups, "timeout_of", lambda group: GROUP_TIMEOUT if group is default else None)
+    monkeypatch.setattr(groups, "timeout_of", lambda group: timedelta(seconds=45) if group is default else None)
     monkeypatch.setattr(groups.c10d, "default_pg_nccl_timeout", None)
     silent: Any = object()
     inherit_timeout(silent)
@@ -105,7 +112,7 @@ def test_only_members_make_a_clone_and_torch_does_not_count_it() -> None:
 
 
 def missing_member(rank: int) -> str:
-    group = members([0, 1], timeout_s=1.5)
+    group = members([0, 1], timeout_s=1.5 * patience())
     dist.all_reduce(torch.ones(1), group=group)  # torch connects a group in its first use
     if rank == 1:
         dist.barrier()

@@ -22,6 +22,7 @@ HUGGING_FACE = pytest.mark.skipif(
 )
 LIGHTNING = pytest.mark.skipif(find_spec("lightning") is None, reason="lightning is not installed")
 IMPORTS_S = 120.0
+pytestmark = pytest.mark.slow  # ranks import frameworks for seconds
 
 
 # Transformers.

@@ -28,7 +28,10 @@ from frameworks.lightning_runs import (
 )
 from ranks import on_ranks
 
-pytestmark = pytest.mark.skipif(find_spec("lightning") is None, reason="lightning is not installed")
+pytestmark = [
+    pytest.mark.slow,  # ranks import the framework for seconds
+    pytest.mark.skipif(find_spec("lightning") is None, reason="lightning is not installed"),
+]
 
 PAGE = Path(__file__).parents[2] / "docs" / "lightning.md"
 IMPORTS_S = 120.0  # two ranks import Lightning, on a machine that others use, too

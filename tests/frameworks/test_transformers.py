@@ -14,9 +14,13 @@ import anabranch as ab
 from frameworks.tiny import DENSITY, as_under_torchrun, files_of_ranks, gpt2, options_of, rows
 from ranks import on_ranks
 
-pytestmark = pytest.mark.skipif(
-    not (find_spec("accelerate") and find_spec("transformers")), reason="accelerate or transformers is not installed"
-)
+pytestmark = [
+    pytest.mark.slow,  # ranks import the framework for seconds
+    pytest.mark.skipif(
+        not (find_spec("accelerate") and find_spec("transformers")),
+        reason="accelerate or transformers is not installed",
+    ),
+]
 
 STEPS = 100
 

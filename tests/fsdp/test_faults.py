@@ -7,7 +7,6 @@ import json
 import signal
 import sys
 import time
-from datetime import timedelta
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import anabranch as ab
-from parallel.test_faults import FAULTS, RANKS, TIMEOUT_S, VICTIM, run
+from parallel.test_faults import FAULTS, RANKS, VICTIM, limit, run
 
 WIDTH = 32
 FAULT_STEP = 6  # of a trial: it is recording
@@ -34,12 +33,11 @@ def build() -> nn.Module:
 
 def rank_program(rank: int, folder: Path, fault: str, ending: str, program: str) -> None:
     """Train between the nodes of a mesh, or try plans, until the fault; note what was raised."""
-    limit = timedelta(seconds=TIMEOUT_S)
     Path(folder, f"ready-{rank}").touch()  # importing may take longer than the limit
     while len(list(folder.glob("ready-*"))) < prod(MESHES.get(program, (RANKS,))):
         time.sleep(0.02)
     init_method, shape = f"file://{folder}/rendezvous", MESHES.get(program, (RANKS,))
-    dist.init_process_group("gloo", init_method=init_method, rank=rank, world_size=prod(shape), timeout=limit)
+    dist.init_process_group("gloo", init_method=init_method, rank=rank, world_size=prod(shape), timeout=limit())
     steps = 0
 
     def step(model: nn.Module) -> None:

@@ -27,6 +27,8 @@ from fsdp.small_model import (
 )
 from ranks import on_ranks
 
+pytestmark = pytest.mark.slow  # four ranks with eleven scenarios; test_replicate_steps and others are in --quick
+
 STEPS = range(5)
 
 

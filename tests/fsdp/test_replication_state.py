@@ -17,6 +17,8 @@ import anabranch as ab
 from fsdp.small_model import model_of, oktopk, same, train, two_nodes, weights
 from ranks import on_ranks
 
+pytestmark = pytest.mark.slow
+
 KINDS: dict[str, Any] = {"oktopk": oktopk(), "int4": "int4"}
 LOADED = {4: (2, 4), 2: (2, 1), 3: (3,)}  # by number of ranks, in how many nodes a checkpoint is loaded
 

@@ -74,6 +74,7 @@ def trial(nodes: int, compress: Any, memory_nbytes: int | None) -> dict[str, Any
     }  # fmt: skip
 
 
+@pytest.mark.slow
 def test_small_blocks_are_merged_and_kept(two: Found, four: Found) -> None:
     """On CPUs every message is waited for, so that fewer are faster."""
     for ranks, number, kind in ((two, 0, "dense"), (four, 0, "dense"), (four, 1, "int8")):
@@ -84,6 +85,7 @@ def test_small_blocks_are_merged_and_kept(two: Found, four: Found) -> None:
         assert "ms simulated" in one["text"] and "measured" in one["text"]
 
 
+@pytest.mark.slow
 def test_a_bound_on_memory_is_kept(two: Found) -> None:
     found = two[0]["bound"]
     assert found["peak"] <= BOUND_NBYTES and not found["kept"]
@@ -97,6 +99,7 @@ def ungrouped(rank: int) -> tuple[list[int], bool, str]:
     return [len(unit.names) for unit in units], not any(unit.reshard for unit in units), found.explain()
 
 
+@pytest.mark.slow
 def test_an_older_torch_gets_units_of_one_block_under_mixed_precision(two: Found) -> None:
     for sizes, kept, said in (one["ungrouped"] for one in two):
         assert sizes == [1] * 6 and kept
@@ -120,6 +123,7 @@ def no_gain(rank: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_plan_that_does_not_gain_is_not_used(two: Found) -> None:
     found = two[0]["no_gain"]
     assert found["lost"] and "did not gain 1 % here" in found["why"]
@@ -147,6 +151,7 @@ def one_dimension(rank: int) -> str:
     return ""
 
 
+@pytest.mark.slow
 def test_compression_needs_nodes(two: Found) -> None:
     words = "mesh has 1 dimension, and compress is 'int8': between nodes, mesh must have two"
     assert words in two[0]["one_dimension"]
@@ -160,6 +165,7 @@ def links(rank: int) -> list[Any]:
     return [[n.world_size, sorted(n.curves), n.allreduce_s(1 << 20)] for n in networks] + [found.overlaps]
 
 
+@pytest.mark.slow
 def test_networks_are_measured_and_the_same_on_all_ranks(four: Found) -> None:
     found = [one["links"] for one in four]
     assert all(one == found[0] for one in found)

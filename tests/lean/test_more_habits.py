@@ -452,6 +452,7 @@ def compiled(rank: int, how: str, memory: str) -> tuple[str, int]:
     return actions, runs
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", HOW)
 def test_what_is_compiled_trains_as_under_ddp_whatever_happens_to_activations(how: str) -> None:
     scenarios = [(how, memory) for memory in ("recompute", "auto", "within")]

@@ -109,6 +109,7 @@ def estimator(activations: ActivationMode) -> MemoryEstimator:
 SCENARIOS = [(True, None), (True, 1.0), (False, None), (False, 1.0)]
 
 
+@pytest.mark.slow
 def test_both_say_the_same() -> None:
     for scenario, answers in zip(SCENARIOS, each_on_ranks(live, RANKS, SCENARIOS), strict=True):
         check_predictions(answers[0], *scenario)

@@ -3,6 +3,7 @@
 from functools import partial
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -68,6 +69,7 @@ def against_exact(rank: int, residuals: Any) -> tuple[float, float]:
     return float((exact - rounded).norm()), float((exact - start).norm())
 
 
+@pytest.mark.slow
 def test_weights_stay_close_to_those_of_exact_residuals() -> None:
     for answers in each_on_ranks(against_exact, 2, [("bf16",), ("int8",)]):
         assert all(0.0 < distance < 0.05 * moved for distance, moved in answers)

@@ -242,6 +242,7 @@ def registered_by_lightning(rank: int) -> tuple[str, int]:
     return sorted(saved["residuals"])[0], saved["steps_trained"]
 
 
+@pytest.mark.slow
 def test_lightning_registers_hook_and_state() -> None:
     pytest.importorskip("lightning")
     assert on_ranks(registered_by_lightning, 2, timeout_s=120.0) == [("0.weight", 3)] * 2

@@ -25,7 +25,8 @@ from ranks import patience
 
 RANKS = 3
 VICTIM = 1
-TIMEOUT_S = 10.0  # of the process group
+TIMEOUT_S = 10.0  # of the process group, on an idle machine
+TIMEOUT_VARIABLE = "ANABRANCH_TESTS_TIMEOUT_S"
 START_S = 60.0  # until the fault
 MARGIN_S = 20.0  # from the group's timeout to the end of the last survivor
 FAULT_STEP = 6  # the plan is in force from the first step on
@@ -64,6 +65,11 @@ FAULTS = {"die": die, "fail": fail, "stall": stall, "none": none}
 MEMORIES = {"plain": None, "lean": ab.Lean(lambda params: torch.optim.SGD(params, lr=0.1))}
 
 
+def limit() -> timedelta:
+    """In a rank's process: the timeout that ``run`` has given it."""
+    return timedelta(seconds=float(os.environ[TIMEOUT_VARIABLE]))
+
+
 def rank_program(rank: int, folder: Path, fault: str, ending: str, memory: str) -> None:
     """Train until the fault, note what was raised, and end as told: with or without destroy_process_group()."""
     Path(folder, f"ready-{rank}").touch()  # importing may take longer than the group's timeout
@@ -74,7 +80,7 @@ def rank_program(rank: int, folder: Path, fault: str, ending: str, memory: str) 
         init_method=f"file://{folder}/rendezvous",
         rank=rank,
         world_size=RANKS,
-        timeout=timedelta(seconds=TIMEOUT_S),
+        timeout=limit(),
     )
     torch.manual_seed(0)
     layers = nn.Sequential(*(nn.Linear(64, 64) for _ in range(LAYERS)))
@@ -105,8 +111,9 @@ def run(
     folder: Path, fault: str, ending: str, memory: str, program: str = __file__, ranks: int = RANKS
 ) -> tuple[list[int | None], list[str], dict[int, Any]]:
     """Exit codes and stderr of all ranks, and what they noted; ranks that have not ended in time are killed."""
-    path = os.pathsep.join(sys.path)
+    path, timeout_s = os.pathsep.join(sys.path), TIMEOUT_S * patience()
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "error", "PYTHONPATH": path}
+    environment[TIMEOUT_VARIABLE] = str(timeout_s)
     processes = [
         subprocess.Popen(
             [sys.executable, program, str(rank), str(folder), fault, ending, memory],
@@ -121,7 +128,7 @@ def run(
         deadline = time.monotonic() + START_S * patience()
         while not Path(folder, "fault").exists() and processes[VICTIM].poll() is None and time.monotonic() < deadline:
             time.sleep(0.02)
-        deadline = time.monotonic() + TIMEOUT_S + MARGIN_S * patience()
+        deadline = time.monotonic() + timeout_s + MARGIN_S * patience()
         for rank, process in enumerate(processes):
             if fault == "stall" and rank == VICTIM:
                 continue
@@ -131,7 +138,7 @@ def run(
         for process in processes:
             if process.poll() is None:
                 process.kill()
-    words = [process.communicate(timeout=10)[1] for process in processes]
+    words = [process.communicate(timeout=10 * patience())[1] for process in processes]
     notes = {rank: folder / f"rank-{rank}.json" for rank in range(ranks)}
     return codes, words, {rank: json.loads(path.read_text()) for rank, path in notes.items() if path.exists()}
 

@@ -28,14 +28,14 @@ from parallel.twins import (
     sgd,
     stage_of,
 )
-from ranks import GROUP_TIMEOUT, cases_on_ranks, on_ranks
+from ranks import cases_on_ranks, group_timeout, on_ranks
 
 GIVEN_STEPS = 5  # enough for the plan to be in force, and to be profiled
 
 
 def members(ranks: Sequence[int]) -> dist.ProcessGroup:
     """A group that only its own ranks make."""
-    group = dist.new_group(list(ranks), use_local_synchronization=True, timeout=GROUP_TIMEOUT)
+    group = dist.new_group(list(ranks), use_local_synchronization=True, timeout=group_timeout())
     assert isinstance(group, dist.ProcessGroup)
     return group
 
@@ -127,7 +127,7 @@ def join_over_tcp(rank: int) -> None:
     store = store or TCPStore("127.0.0.1", int(port), is_master=False)
     dist.barrier()
     dist.destroy_process_group()
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=GROUP_TIMEOUT)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=group_timeout())
 
 
 def threaded(rank: int) -> dict[int, dict[str, Any]]:

@@ -33,7 +33,16 @@ from parallel.twins import (
     scattered,
     sgd,
 )
-from ranks import on_ranks, patience
+from ranks import cases_on_ranks, on_ranks, patience
+
+Answers = dict[str, list[Any]]
+
+
+@pytest.fixture(scope="module")
+def launched() -> Answers:
+    """What each scenario returns on each rank after which the ranks and their group are as before, in one launch."""
+    scenarios = (wrap_again, descriptors_kept, closed_on_the_way, dropped, closed_memory)
+    return cases_on_ranks({one.__name__: (one,) for one in scenarios}, 2)
 
 
 def threads() -> list[str]:
@@ -63,8 +72,8 @@ def wrap_again(rank: int) -> dict[str, Any]:
     return {"running": running, "left": left, "apart": apart, "explained": explained, "at the end": threads()}
 
 
-def test_close_and_wrap_again() -> None:
-    for answer in on_ranks(wrap_again, 2):
+def test_close_and_wrap_again(launched: Answers) -> None:
+    for answer in launched["wrap_again"]:
         assert any("anabranch-lane" in name for name in answer["running"])
         assert answer["left"] == answer["at the end"] == answer["apart"] == []
         assert "closed" in answer["explained"]
@@ -80,8 +89,8 @@ def descriptors_kept(rank: int) -> int:
     return len(list(Path("/proc/self/fd").iterdir())) - before
 
 
-def test_a_closed_model_holds_no_connections() -> None:
-    assert on_ranks(descriptors_kept, 2) == [0, 0]
+def test_a_closed_model_holds_no_connections(launched: Answers) -> None:
+    assert launched["descriptors_kept"] == [0, 0]
 
 
 def left_by_the_other(rank: int) -> tuple[int, bool]:
@@ -120,8 +129,8 @@ def closed_on_the_way(rank: int) -> int:
     return closed
 
 
-def test_close_in_every_stage() -> None:
-    assert on_ranks(closed_on_the_way, 2) == [7, 7]
+def test_close_in_every_stage(launched: Answers) -> None:
+    assert launched["closed_on_the_way"] == [7, 7]
 
 
 def dropped(rank: int) -> list[Any]:
@@ -133,8 +142,8 @@ def dropped(rank: int) -> list[Any]:
     return [gone() is None, threads()]
 
 
-def test_a_dropped_model_releases_its_threads() -> None:
-    assert on_ranks(dropped, 2) == [[True, []], [True, []]]
+def test_a_dropped_model_releases_its_threads(launched: Answers) -> None:
+    assert launched["dropped"] == [[True, []], [True, []]]
 
 
 def closed_memory(rank: int) -> list[list[str]]:
@@ -153,8 +162,8 @@ def closed_memory(rank: int) -> list[list[str]]:
     return [list(storages), [name for name, storage in storages.items() if not storage.expired()]]
 
 
-def test_close_frees_residuals_while_the_wrapper_is_there() -> None:
-    for there, left in on_ranks(closed_memory, 2):
+def test_close_frees_residuals_while_the_wrapper_is_there(launched: Answers) -> None:
+    for there, left in launched["closed_memory"]:
         assert len(there) == 3 and left == []
 
 

@@ -6,6 +6,7 @@ from collections import Counter
 from dataclasses import replace
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
@@ -27,10 +28,18 @@ from parallel.twins import (
     steps,
     twins,
 )
-from ranks import on_ranks
+from ranks import cases_on_ranks, on_ranks
 from tuning.given_times import give_times, give_windows, note_comparisons
 
 RUNNING = "anabranch: running"
+Answers = dict[str, list[Any]]
+
+
+@pytest.fixture(scope="module")
+def launched() -> Answers:
+    """What each scenario that patches nothing returns on each rank, in one launch."""
+    scenarios = (tuned_runs, measured, lanes_tried_by_network, frozen, held_at_once)
+    return cases_on_ranks({one.__name__: (one,) for one in scenarios}, 2, timeout_s=120.0)
 
 
 def tuned_run(rank: int, scenario: str) -> dict[str, Any]:
@@ -77,8 +86,8 @@ def tuned_runs(rank: int) -> dict[str, Any]:
     return {name: tuned_run(rank, name) for name in ("keeps the plan", "goes back", "is given the plan")}
 
 
-def test_a_plan_is_kept_dropped_or_given() -> None:
-    answers = on_ranks(tuned_runs, 2)
+def test_a_plan_is_kept_dropped_or_given(launched: Answers) -> None:
+    answers = launched["tuned_runs"]
     for answer in answers:
         kept, dropped, given = answer["keeps the plan"], answer["goes back"], answer["is given the plan"]
         assert re.search("settling.*profiling.*planning.*trying scattered.*running", " ".join(kept["stages"]))
@@ -179,8 +188,8 @@ def measured(rank: int) -> dict[str, Any]:
     }
 
 
-def test_measures_the_network_if_none_is_given() -> None:
-    answers = on_ranks(measured, 2)
+def test_measures_the_network_if_none_is_given(launched: Answers) -> None:
+    answers = launched["measured"]
     for answer in answers:
         assert answer == answers[0], "trace, network and plan are the same on every rank, to the last bit"
         assert answer["curves"] == ["bf16", "dense"]
@@ -210,8 +219,8 @@ def lanes_tried_by_network(rank: int) -> list[list[int]]:
     return [lanes_tried(rank, 0.1, 1e-5, 0.0), lanes_tried(rank, 1e-7, 1e-6, 1.0)]
 
 
-def test_lanes_are_tried_where_they_are_predicted_to_pay() -> None:
-    assert on_ranks(lanes_tried_by_network, 2) == [[[0, 1, 2], [0, 1]]] * 2
+def test_lanes_are_tried_where_they_are_predicted_to_pay(launched: Answers) -> None:
+    assert launched["lanes_tried_by_network"] == [[[0, 1, 2], [0, 1]]] * 2
 
 
 def drift(rank: int) -> list[str]:
@@ -277,10 +286,9 @@ def frozen(rank: int) -> str:
     return stage_of(model)
 
 
-def test_frozen_before_there_is_a_plan() -> None:
-    assert all(
-        "no longer planning: parameters were frozen, unfrozen or replaced" in stages for stages in on_ranks(frozen, 2)
-    )
+def test_frozen_before_there_is_a_plan(launched: Answers) -> None:
+    for stages in launched["frozen"]:
+        assert "no longer planning: parameters were frozen, unfrozen or replaced" in stages
 
 
 def held_at_once(rank: int) -> list[object]:
@@ -295,5 +303,5 @@ def held_at_once(rank: int) -> list[object]:
     return answer
 
 
-def test_hold_keeps_a_plan_that_was_given() -> None:
-    assert on_ranks(held_at_once, 2) == [[True, "anabranch: running the plan it was given, held."]] * 2
+def test_hold_keeps_a_plan_that_was_given(launched: Answers) -> None:
+    assert launched["held_at_once"] == [[True, "anabranch: running the plan it was given, held."]] * 2

@@ -76,6 +76,7 @@ def trained(
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scenario", ["keeps the plan", "goes back"])
 def test_the_weights_of_ddp_with_one_recompilation(scenario: str) -> None:
     found = cases_on_ranks({order: (trained, order, scenario, "", {}) for order in ORDERS}, 2, timeout_s=120)
@@ -299,6 +300,7 @@ def compressed(rank: int, kind: str, lean: bool) -> dict[str, Any]:
     return {"apart": furthest(*trained), "compiled": log.compiled}
 
 
+@pytest.mark.slow
 @pytest.mark.campaign_but_first
 @pytest.mark.parametrize("lean", [False, True])
 def test_every_kind_of_exchange(lean: bool) -> None:
@@ -335,6 +337,7 @@ def lean(rank: int, order: str) -> dict[str, Any]:
     return {"apart": furthest(theirs, made), "compiled": log.compiled, "parts": log.parts()}
 
 
+@pytest.mark.slow
 def test_lean() -> None:
     found = cases_on_ranks({order: (lean, order) for order in ORDERS}, 2, timeout_s=120)
     for order, answer in ((order, answer) for order, answers in found.items() for answer in answers):

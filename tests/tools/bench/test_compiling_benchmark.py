@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from ddp.compiled.models import LAYERS, Net
+from ranks import patience
 
 ROOT = Path(__file__).parents[3]
 
@@ -34,7 +35,7 @@ def test_parts_have_about_as_many_bytes_in_the_order_of_backward() -> None:
 @pytest.mark.campaign
 def test_a_process_that_fails_ends_them_all() -> None:
     command = [sys.executable, "benchmarks/compiling.py", "tools.bench.tiny_training:nothing"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100 * patience(), check=False)
     assert done.returncode == 1
     last = done.stderr.splitlines()[-1]
     assert last.startswith("the process that compiles ") and last.endswith("has failed with exit code 1")

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from ranks import patience
 from tools.bench.tiny_training import TOO_LARGE
 from torchrun import torchrun
 
@@ -71,7 +72,7 @@ def test_medians_over_the_models(monkeypatch: pytest.MonkeyPatch, capsys: pytest
 def test_batches_are_predicted_without_ranks(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "benchmarks.lean", MODEL, "--ways", "ddp", "recomputed", "--limit-gib", "0.1"]
     command += ["--predict", "--predictions", str(tmp_path / "rows.json")]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120 * patience(), check=False)
     assert done.returncode == 0, done.stderr
     ddp, _, at = done.stdout.splitlines()
     batches = dict(one.split("=") for one in at.removeprefix("--at ").split())
@@ -88,11 +89,11 @@ def test_predictions_for_other_options_are_refused(tmp_path: Path) -> None:
     known = tmp_path / "rows.json"
     known.write_text(json.dumps({"for": {"precision": "fp32"}, "rows": {}}))
     command = [sys.executable, "-m", "benchmarks.lean", f"{MODEL}:4", "--predictions", str(known)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120 * patience(), check=False)
     assert done.returncode == 1 and "was made for {'precision': 'fp32'}: expected {'precision': 'bf16'" in done.stderr
 
 
 def test_what_is_given_for_no_row_is_refused() -> None:
     command = [sys.executable, "-m", "benchmarks.lean", f"{MODEL}:4", "--at", "other/ddp=3", "--predict"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120 * patience(), check=False)
     assert done.returncode == 1 and "--at names other/ddp: expected MODEL/WAY=BATCH of a row that runs" in done.stderr

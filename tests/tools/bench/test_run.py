@@ -20,7 +20,7 @@ from anabranch.tools.bench.zoo import Step
 from anabranch.tools.report.documents import BASELINE as DDP
 from anabranch.tools.report.documents import COMPUTE
 from anabranch.tools.report.documents import OURS as AUTO
-from ranks import on_ranks
+from ranks import on_ranks, patience
 
 
 def tiny() -> ab.Trace:
@@ -40,7 +40,9 @@ def ran(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, object], st
         "--report", str(folder / "report.md"), "--json",
     ]  # fmt: skip
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "ANABRANCH_LAB": "a lab for tests"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=110, env=environment, check=False)
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=110 * patience(), env=environment, check=False
+    )
     assert done.stdout.startswith("{"), done.stderr  # not its exit code: Gloo may abort a process that is through
     (benchmark,) = json.loads(done.stdout)["benchmarks"]
     return benchmark, (folder / "report.md").read_text(encoding="utf-8")

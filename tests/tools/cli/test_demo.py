@@ -22,7 +22,7 @@ from anabranch.tools.lab.environment import LAB_ID
 from anabranch.tools.report.documents import DemoDocument
 from anabranch.tools.report.runs import parse_file, read_runs
 from anabranch.values.errors import LabError
-from ranks import on_ranks
+from ranks import on_ranks, patience
 from tools.cli.nouns import error_of
 from tools.lab.lab_process import until
 from tools.report.demos import demo_document
@@ -212,7 +212,7 @@ def test_a_rank_that_is_killed_ends_the_demo(tmp_path: Path) -> None:
         try:
             until(lambda: len(ranks_of(process)) == 2)
             os.kill(ranks_of(process)[1], signal.SIGKILL)
-            out, err = process.communicate(timeout=60)
+            out, err = process.communicate(timeout=60 * patience())
         finally:
             process.kill()
     assert process.returncode == 2 and out == "" and "killed by SIGKILL" in err

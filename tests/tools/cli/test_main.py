@@ -13,6 +13,7 @@ from anabranch import __version__, save
 from anabranch.tools.cli import arguments
 from anabranch.tools.cli.main import app, main
 from anabranch.tools.cli.output import PROSE_WIDTH
+from ranks import patience
 from tools.cli.nouns import HOSTILE, RING, error_of, small_trace, trace_file
 
 VERBS = ["record", "measure", "plan", "simulate", "compare", "scale", "list", "show", "cache", "demo", "lab", "run"]
@@ -26,7 +27,9 @@ def test_help_and_simulations_start_without_the_heavy_imports() -> None:
         "heavy = {'torch', 'matplotlib', 'pydantic', 'pyroute2'} & sys.modules.keys(); assert not heavy, heavy\n"
         "assert main(['reproduce', 'asc']) == 0 and 'torch' not in sys.modules"
     )
-    done = subprocess.run([sys.executable, "-c", code, *VERBS], capture_output=True, text=True, timeout=100)
+    done = subprocess.run(
+        [sys.executable, "-c", code, *VERBS], capture_output=True, text=True, timeout=100 * patience()
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("Usage") == len(VERBS) + 1
 
@@ -63,7 +66,9 @@ def test_no_arguments_prints_the_verbs(capsys: pytest.CaptureFixture[str]) -> No
 
 
 def test_version_by_module() -> None:
-    done = subprocess.run([sys.executable, "-m", "anabranch", "--version"], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-m", "anabranch", "--version"], capture_output=True, text=True, timeout=60 * patience()
+    )
     assert (done.returncode, done.stdout) == (0, f"anabranch {__version__}\n")
 
 
@@ -119,14 +124,16 @@ def test_a_reader_that_leaves_hears_nothing(tmp_path: Path) -> None:
     read, write = os.pipe()
     os.close(read)
     argv = [sys.executable, "-m", "anabranch", "compare", "--trace", trace_file(tmp_path), "--network", RING, "--json"]
-    done = subprocess.run(argv, stdout=write, stderr=subprocess.PIPE, text=True, timeout=60)
+    done = subprocess.run(argv, stdout=write, stderr=subprocess.PIPE, text=True, timeout=60 * patience())
     os.close(write)
     assert (done.returncode, done.stderr) == (1, "")
 
 
 def test_a_terminal_without_unicode_still_gets_its_table(tmp_path: Path) -> None:
     argv = [sys.executable, "-m", "anabranch", "compare", "--trace", trace_file(tmp_path), "--network", RING]
-    done = subprocess.run(argv, capture_output=True, env={**os.environ, "PYTHONIOENCODING": "ascii"}, timeout=60)
+    done = subprocess.run(
+        argv, capture_output=True, env={**os.environ, "PYTHONIOENCODING": "ascii"}, timeout=60 * patience()
+    )
     assert done.returncode == 0 and b"per_tensor" in done.stdout and done.stderr == b""
 
 

@@ -10,6 +10,7 @@ import pytest
 
 from anabranch import Network, load
 from anabranch.tools.cli.measure import RENDEZVOUS
+from ranks import patience
 from tools.cli.nouns import error_of
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
@@ -32,7 +33,7 @@ def test_a_network_among_torchruns_ranks(tmp_path: Path) -> None:
         [*TORCHRUN, "--nproc-per-node", "2", "-m", "anabranch", "measure", "-o", str(path), *options],
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=100 * patience(),
         env={**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
     )
     assert done.returncode == 0, done.stderr

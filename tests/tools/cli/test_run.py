@@ -13,6 +13,7 @@ import pytest
 from anabranch import OkTopk
 from anabranch.tools.cli.main import main
 from anabranch.tools.cli.run import Program, run
+from ranks import patience
 from tools.cli.nouns import error_of
 
 SCRIPT = '''
@@ -64,7 +65,7 @@ def started(*argv: str, ranks: bool = False, folder: str | None = None) -> "subp
     of_launcher = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     environment = {**os.environ, **({} if ranks else of_launcher)}
     return subprocess.run(
-        [sys.executable, *argv], capture_output=True, text=True, timeout=120, env=environment, cwd=folder
+        [sys.executable, *argv], capture_output=True, text=True, timeout=120 * patience(), env=environment, cwd=folder
     )
 
 

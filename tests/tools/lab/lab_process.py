@@ -14,6 +14,7 @@ import pytest
 from anabranch.tools.lab import preflight
 from anabranch.tools.lab.cluster import Cluster
 from anabranch.values.errors import LabError
+from ranks import patience
 
 PATIENCE_S = 60.0  # reached only by a failure: the machine may be busy
 
@@ -67,18 +68,18 @@ def lab(
         yield process
     finally:
         process.kill()
-        process.communicate(timeout=PATIENCE_S)
+        process.communicate(timeout=PATIENCE_S * patience())
 
 
 def outcome(process: "subprocess.Popen[str]") -> tuple[int, str, str]:
     """Exit code, stdout and stderr of a lab that ends by itself."""
-    out, err = process.communicate(timeout=PATIENCE_S)
+    out, err = process.communicate(timeout=PATIENCE_S * patience())
     return process.returncode, out, err
 
 
 def until(true: Callable[[], bool]) -> None:
     """Wait for it, not for ever."""
-    deadline = time.monotonic() + PATIENCE_S
+    deadline = time.monotonic() + PATIENCE_S * patience()
     while not true():
         assert time.monotonic() < deadline, "waited in vain"
         time.sleep(0.02)

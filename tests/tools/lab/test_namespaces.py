@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from anabranch.tools.lab.hosts import inside, new_namespace
+from ranks import patience
 from tools.lab.lab_process import descriptors, needs_namespaces
 
 pytestmark = needs_namespaces
@@ -49,7 +50,7 @@ def test_a_process_started_inside_is_inside(elsewhere: int) -> None:
     show = [sys.executable, "-c", "import os; print(os.stat('/proc/self/ns/net').st_ino)"]
     with inside(elsewhere):
         child = subprocess.Popen(show, stdout=subprocess.PIPE, text=True)
-    assert child.communicate(timeout=60)[0] == f"{os.fstat(elsewhere).st_ino}\n"
+    assert child.communicate(timeout=60 * patience())[0] == f"{os.fstat(elsewhere).st_ino}\n"
 
 
 def test_no_descriptor_is_left_behind(elsewhere: int) -> None:

@@ -11,6 +11,7 @@ import pytest
 from anabranch.tools.lab import hosts, preflight
 from anabranch.tools.lab.cluster import Cluster
 from anabranch.values.errors import LabError
+from ranks import patience
 from tools.lab.lab_process import needs_namespaces
 
 NOBODY = 65534
@@ -113,5 +114,7 @@ def test_nobody_is_told_so() -> None:
         f"os.setgroups([]); os.setgid({NOBODY}); os.setuid({NOBODY})\n"
         "preflight.check(Cluster([1e9]), [])"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=100 * patience(), check=False
+    )
     assert f"this is user {NOBODY}" in done.stderr and "--emulate" in done.stderr

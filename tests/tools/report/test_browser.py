@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from tools.lab.lab_process import until
 from tools.report.demos import demo_document
 from tools.report.run_files import run_folder, scaling_document, written_page
 
@@ -115,7 +116,7 @@ def point_at(page: "Page", series: str) -> str:
     page.mouse.move(at[0] - 2, at[1])
     page.mouse.move(*at)
     label = page.locator("#plan-0 .hoverlayer .hovertext").first
-    label.wait_for(timeout=5_000)
+    label.wait_for(timeout=60_000)
     return label.text_content() or ""
 
 
@@ -250,8 +251,7 @@ def test_themes(opened: Opener, report: Path, system: str) -> None:
     dark = system == "dark"
     assert all((value < 200) == dark for value in brightness())
     page.locator("#theme").click()
-    page.wait_for_timeout(300)
-    assert all((value < 200) != dark for value in brightness())
+    until(lambda: all((value < 200) != dark for value in brightness()))
     page.emulate_media(color_scheme="light" if dark else "dark")  # what the reader chose stays
     assert all((value < 200) != dark for value in brightness())
 
@@ -260,8 +260,10 @@ def test_a_zoom_survives_another_theme(opened: Opener, report: Path) -> None:
     page = opened(report).page
     page.locator("#plan-0 [data-tool=in]").click()
     before = width(page, "plan-0")
+    paper = "document.querySelector('#plan-0 .plot').layout.paper_bgcolor"
+    colour = page.evaluate(paper)
     page.locator("#theme").click()
-    page.wait_for_timeout(300)
+    until(lambda: page.evaluate(paper) != colour)
     assert width(page, "plan-0") == pytest.approx(before)
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from anabranch.tools.lab.emulation.settings import NETWORK_VARIABLE, EmulatedNetwork, environment, install
+from ranks import patience
 
 
 def python(code: str, variables: dict[str, str], *options: str) -> subprocess.CompletedProcess[str]:
@@ -19,7 +20,7 @@ def python(code: str, variables: dict[str, str], *options: str) -> subprocess.Co
         env={**os.environ, **variables},
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=100 * patience(),
         check=False,
     )
 

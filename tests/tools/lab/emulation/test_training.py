@@ -18,7 +18,7 @@ from anabranch import DataParallel
 from anabranch.observe.measure import measure
 from anabranch.tools.lab.emulation.settings import EmulatedNetwork, environment
 from parallel.twins import SCENARIOS, different, plain_train, scattered, sgd, steps
-from ranks import on_ranks
+from ranks import on_ranks, patience
 from tools.lab.emulation.emulated_groups import emulated, real
 
 FAST = EmulatedNetwork(3, 1e12, 0.0)
@@ -150,7 +150,7 @@ def program(folder: Path, fault: str, variables: dict[str, str]) -> list[tuple[i
         for rank in range(2)
     ]
     try:
-        texts = [process.communicate(timeout=100) for process in ranks]
+        texts = [process.communicate(timeout=100 * patience()) for process in ranks]
         return [(process.returncode, *text) for process, text in zip(ranks, texts, strict=True)]
     finally:
         for process in ranks:
