@@ -33,7 +33,7 @@ FRONT_DOOR = {"__init__", "__main__", "run"}  # may import everything
 NEVER_TORCH = ("values", "planning", "tools.report", "tools.lab")  # not even in a function
 INSIDE_TORCH = "tools.lab.emulation"  # takes the place of torch's process groups in a rank
 # Packages of which no module loads torch, directly or not: planning and looking need none. Of the lab, its entry.
-LOAD_NO_TORCH = ("values", "planning", "fsdp.planning", "tools.report", "tools.cli", "tools.lab.run")
+LOAD_NO_TORCH = ("values", "planning", "fsdp.planning", "tools.report", "tools.cli", "tools.lab.launch")
 
 
 @cache

@@ -181,7 +181,7 @@ def test_workers_that_fail(capsys: pytest.CaptureFixture[str], monkeypatch: pyte
 
 
 def test_ctrl_c(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr("anabranch.tools.lab.run.run", lambda cluster, command, timeout_s: 128 + signal.SIGINT)
+    monkeypatch.setattr("anabranch.tools.lab.launch.run", lambda cluster, command, timeout_s: 128 + signal.SIGINT)
     assert main(["demo", "--emulate", "--keep", str(tmp_path / "run")]) == 130
     assert "error" not in capsys.readouterr().err and not (tmp_path / "run").exists()
 

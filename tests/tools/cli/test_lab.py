@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import pytest
 
 from anabranch.tools.cli.main import main
-from anabranch.tools.lab import run as module
+from anabranch.tools.lab import launch as module
 from anabranch.tools.lab.cluster import Cluster
 from tools.cli.nouns import error_of
 

@@ -10,9 +10,9 @@ from typer import Option
 
 from anabranch.fsdp.planning.sharding_modes import SHARDING_MODES, help_of, sharding_mode
 from anabranch.tools.cli import arguments
-from anabranch.tools.cli.options import BackendOption, ForceOption, JsonOption
 from anabranch.tools.cli.output import check_free, print_document, show_tables
 from anabranch.tools.cli.ranks import join
+from anabranch.tools.cli.shared_options import BackendOption, ForceOption, JsonOption
 from anabranch.values.errors import AnabranchError
 from anabranch.values.files import write_bytes
 

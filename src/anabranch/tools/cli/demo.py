@@ -14,9 +14,9 @@ from typing import Annotated, Any
 from typer import Option
 
 from anabranch.tools.cli.lab import UNSHAPED, EmulateOption, link_rate
-from anabranch.tools.cli.options import ForceOption, JsonOption
 from anabranch.tools.cli.output import check_free, print_document
 from anabranch.tools.cli.report import write_page
+from anabranch.tools.cli.shared_options import ForceOption, JsonOption
 from anabranch.tools.demo import RESULTS
 from anabranch.tools.lab.cluster import Cluster
 from anabranch.tools.predict.scaling import scale
@@ -101,7 +101,7 @@ def _trained(folder: Path, workers: int, steps: int, cluster: Cluster | None) ->
         with suppress(subprocess.TimeoutExpired):
             code = subprocess.run(command, env=environment, timeout=DEADLINE_S, check=False).returncode
     else:
-        from anabranch.tools.lab.run import run
+        from anabranch.tools.lab.launch import run
 
         code = run(cluster, program, DEADLINE_S)
     if code == 128 + signal.SIGINT:  # the lab has passed it on to the workers

@@ -32,7 +32,7 @@ def lab(
     ] = None,
 ) -> None:
     """Run a program on several hosts, all on this machine: anabranch lab --rate 10gbit -- python train.py."""
-    from anabranch.tools.lab.run import run
+    from anabranch.tools.lab.launch import run
 
     if alpha is not None and not emulate:
         raise ValueError("--alpha is the latency of emulated links: it needs --emulate")

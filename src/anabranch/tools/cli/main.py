@@ -12,13 +12,13 @@ from anabranch.tools.cli.demo import demo
 from anabranch.tools.cli.lab import lab
 from anabranch.tools.cli.measure import measure
 from anabranch.tools.cli.memory import memory
-from anabranch.tools.cli.options import check_options
 from anabranch.tools.cli.plan import compare, plan, simulate
 from anabranch.tools.cli.record import import_trace, record
 from anabranch.tools.cli.report import report
 from anabranch.tools.cli.reproduce import reproduce
 from anabranch.tools.cli.run import Program, run
 from anabranch.tools.cli.scale import scale
+from anabranch.tools.cli.shared_options import check_options
 from anabranch.tools.cli.show import cache, list_, show
 from anabranch.values.errors import AnabranchError
 from anabranch.values.version import __version__

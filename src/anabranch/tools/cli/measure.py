@@ -8,9 +8,9 @@ from typing import Annotated
 
 from typer import Option
 
-from anabranch.tools.cli.options import BackendOption, ForceOption, JsonOption
 from anabranch.tools.cli.output import check_free
 from anabranch.tools.cli.ranks import join
+from anabranch.tools.cli.shared_options import BackendOption, ForceOption, JsonOption
 from anabranch.tools.cli.show import print_saved
 from anabranch.values.files import save
 from anabranch.values.kinds.names import DENSE, EVERY_ELEMENT, density_of, kind_of, split_wire

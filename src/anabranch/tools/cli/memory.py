@@ -10,8 +10,8 @@ from anabranch.fsdp.planning.sharding_modes import UNPLANNED, ShardingMode, shar
 from anabranch.planning.memory import FRAGMENTATION, Setting
 from anabranch.tools.bench.compress import compression
 from anabranch.tools.cli import arguments
-from anabranch.tools.cli.options import JsonOption, Precision
 from anabranch.tools.cli.output import print_document
+from anabranch.tools.cli.shared_options import JsonOption, Precision
 from anabranch.tools.cli.user_function import backward_errors, build_at
 from anabranch.tools.network_presets import PRESETS
 from anabranch.values.kinds.names import AUTO, COMPRESSED, DENSE, OKTOPK

@@ -11,8 +11,8 @@ from anabranch import planning
 from anabranch.planning.simulator import finish_s, lower_bound_s
 from anabranch.planning.simulator import simulate as predict
 from anabranch.tools.cli import arguments
-from anabranch.tools.cli.options import ForceOption, JsonOption, NetworkOption, TraceOption
 from anabranch.tools.cli.output import check_free, print_document, progress
+from anabranch.tools.cli.shared_options import ForceOption, JsonOption, NetworkOption, TraceOption
 from anabranch.tools.network_presets import NO_SPREAD, NetworkRange
 from anabranch.tools.predict.scaling.compression import (
     Compression,

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from typer import Argument, Option
 
-from anabranch.tools.cli.options import ForceOption, JsonOption, Precision
 from anabranch.tools.cli.output import check_free, check_other, progress
+from anabranch.tools.cli.shared_options import ForceOption, JsonOption, Precision
 from anabranch.tools.cli.show import print_saved
 from anabranch.tools.cli.user_function import RECORDED, model_and_step
 from anabranch.values.checks import Scalar

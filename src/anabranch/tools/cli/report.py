@@ -9,8 +9,8 @@ from typer import Argument, Option
 
 from anabranch import planning
 from anabranch.planning.simulator import simulate
-from anabranch.tools.cli.options import ForceOption
 from anabranch.tools.cli.output import check_free, check_other
+from anabranch.tools.cli.shared_options import ForceOption
 from anabranch.tools.predict.scaling.compression import priced
 from anabranch.tools.predict.scaling.result import DDP_DEFAULT
 from anabranch.values.errors import NetworkError

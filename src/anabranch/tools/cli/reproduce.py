@@ -8,7 +8,7 @@ from typing import Annotated
 
 from typer import Argument
 
-from anabranch.tools.cli.options import JsonOption
+from anabranch.tools.cli.shared_options import JsonOption
 from anabranch.values.errors import AnabranchError
 
 

@@ -10,8 +10,8 @@ from anabranch.planning.memory import Setting
 from anabranch.tools.cli import arguments
 from anabranch.tools.cli.memory import Optimizer, estimator_of, node_size, unplanned
 from anabranch.tools.cli.network_text import MAX_RANKS
-from anabranch.tools.cli.options import JsonOption, TraceOption
 from anabranch.tools.cli.output import print_document, progress
+from anabranch.tools.cli.shared_options import JsonOption, TraceOption
 from anabranch.tools.network_presets import NetworkRange
 from anabranch.tools.predict.scaling import scale as predict
 from anabranch.tools.predict.scaling import strategy_kinds

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 from typer import Argument, Option
 
 from anabranch.tools.cli import arguments
-from anabranch.tools.cli.options import JsonOption
 from anabranch.tools.cli.output import print_json, show_tables
+from anabranch.tools.cli.shared_options import JsonOption
 from anabranch.tools.network_presets import PRESETS
 from anabranch.tuning.plan_cache import VARIABLE, Entry, PlanCache, default_folder
 from anabranch.values.errors import FileError

@@ -6,7 +6,7 @@ import pytest
 from typer.main import get_command
 
 from anabranch.tools.cli.main import app
-from anabranch.tools.cli.options import RETIRED, check_options
+from anabranch.tools.cli.shared_options import RETIRED, check_options
 from tools.cli.nouns import error_of
 
 COMMANDS: dict[str, Any] = get_command(app).commands  # type: ignore[attr-defined]

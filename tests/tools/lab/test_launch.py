@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from anabranch.tools.lab.cluster import Cluster
-from anabranch.tools.lab.run import run
+from anabranch.tools.lab.launch import run
 from anabranch.tools.lab.supervisor import RankProcess, start_process
 from anabranch.values.errors import LabError
 from tools.lab.lab_process import alive, descriptors, lab, needs_namespaces, outcome, pids, until
@@ -164,7 +164,7 @@ def test_a_start_that_fails_ends_those_already_started(monkeypatch: pytest.Monke
         started.append(start_process(*arguments, **options))
         return started[0]
 
-    monkeypatch.setattr("anabranch.tools.lab.run.start_process", fails_at_the_second)
+    monkeypatch.setattr("anabranch.tools.lab.launch.start_process", fails_at_the_second)
     with pytest.raises(OSError, match="no more processes"):
         shell(Cluster([1e9] * 2, alpha_s=0.0), "sleep 60")
     assert started[0].process.returncode == -signal.SIGKILL
