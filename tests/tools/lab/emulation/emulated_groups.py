@@ -6,7 +6,8 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from anabranch.exchange.groups import timeout_of
-from anabranch.tools.lab.emulation.settings import NETWORK_VARIABLE, NOTE_VARIABLE, EmulatedNetwork, install
+from anabranch.tools.lab.emulation.install import install
+from anabranch.tools.lab.emulation.settings import NETWORK_VARIABLE, NOTE_VARIABLE, EmulatedNetwork
 
 Group = dist.ProcessGroup
 

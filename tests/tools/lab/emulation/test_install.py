@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from anabranch.tools.lab.emulation.settings import NETWORK_VARIABLE, EmulatedNetwork, environment, install
+from anabranch.tools.lab.emulation.install import install
+from anabranch.tools.lab.emulation.settings import NETWORK_VARIABLE, EmulatedNetwork, environment
 from ranks import patience
 
 

@@ -1,4 +1,4 @@
-"""Which network is emulated: as a value, as a rank's environment, as a note for reports; and how torch gets it.
+"""Which network is emulated: as a value, as the environment variables of a rank, and as a note for reports.
 
 No root is needed and any torch.distributed program runs unchanged: ``environment`` gives the variables for its ranks.
 Only time is emulated, and every report of a rank repeats the note that says so.
@@ -8,13 +8,9 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import cache, wraps
-from inspect import signature
 from math import inf
 from pathlib import Path
-from threading import RLock
-from types import ModuleType
-from typing import Any, Self
+from typing import Self
 
 from anabranch.tools.lab.cluster import rate_text
 from anabranch.values.links import AlphaBeta
@@ -22,9 +18,6 @@ from anabranch.values.links import AlphaBeta
 NETWORK_VARIABLE = "ANABRANCH_EMULATED"
 NOTE_VARIABLE = "ANABRANCH_NETWORK_NOTE"  # which anabranch.observe.environment reads; the library never imports the lab
 STARTUP_FOLDER = Path(__file__).parent / "startup"  # with a sitecustomize.py, which Python runs as it starts
-# Two private names of torch, which ``install`` checks.
-HELPER = "_new_process_group_helper"  # every group that torch's Python makes comes from this function …
-GROUP = "ProcessGroup"  # … which builds it from this class and then registers the backends in it
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,42 +72,3 @@ def environment(rate_bit_s: Sequence[float], alpha_s: float) -> dict[str, str]:
     network = EmulatedNetwork(len(rate_bit_s), float(min(rate_bit_s)), float(alpha_s))
     path = os.pathsep.join(filter(None, [str(STARTUP_FOLDER), os.environ.get("PYTHONPATH")]))
     return {NETWORK_VARIABLE: str(network), NOTE_VARIABLE: network.note, "PYTHONPATH": path}
-
-
-def install(c10d: ModuleType, network: EmulatedNetwork) -> None:
-    """Make ``c10d``, which is torch.distributed.distributed_c10d, emulate every Gloo group that it makes from now on.
-
-    Our class is in place of torch's own while the helper builds a group that has a Gloo backend, and only then, because
-    the rest of that module recognises groups of every kind by it. torch's backends, options and names all stay.
-
-    torch itself is not used before the first group: this runs while torch is still being imported.
-    """
-    missing = [name for name in (HELPER, GROUP) if not hasattr(c10d, name)]
-    if missing or "backend" not in signature(getattr(c10d, HELPER)).parameters:
-        lacks = f"{c10d.__name__} lacks {' and '.join(missing) or f'the argument backend of {HELPER}'}"
-        raise RuntimeError(
-            f"{NETWORK_VARIABLE} is set, but this torch cannot be emulated: {lacks}. Use a torch that anabranch "
-            f"supports, or unset {NETWORK_VARIABLE} to run without emulation"
-        )
-    real, lock = getattr(c10d, HELPER), RLock()
-
-    @cache  # one class per process, because its groups share one network interface
-    def emulated_class() -> type:
-        from anabranch.tools.lab.emulation.group import emulated_group
-
-        return emulated_group(network.link)
-
-    @wraps(real)
-    def helper(*args: Any, **options: Any) -> Any:
-        backend = signature(real).bind(*args, **options).arguments["backend"]
-        if "gloo" not in c10d.BackendConfig(backend).get_device_backend_map().values():
-            return real(*args, **options)
-        with lock:
-            stock = getattr(c10d, GROUP)
-            setattr(c10d, GROUP, emulated_class())
-            try:
-                return real(*args, **options)
-            finally:
-                setattr(c10d, GROUP, stock)
-
-    setattr(c10d, HELPER, helper)

@@ -37,7 +37,8 @@ class _Finder(MetaPathFinder):
 
 def _install(module: ModuleType) -> None:
     try:
-        from anabranch.tools.lab.emulation.settings import EmulatedNetwork, install
+        from anabranch.tools.lab.emulation.install import install
+        from anabranch.tools.lab.emulation.settings import EmulatedNetwork
     except ImportError as error:
         raise ImportError(
             f"ANABRANCH_EMULATED is set and {sys.executable} cannot import anabranch: {error}. Install anabranch "
