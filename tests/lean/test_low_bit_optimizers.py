@@ -54,6 +54,7 @@ def against_ddp(rank: int) -> None:
     lean.close()
 
 
+@pytest.mark.slow
 def test_weights_are_those_of_ddp() -> None:
     pytest.importorskip("torchao")
     on_ranks(against_ddp, 2, timeout_s=240.0)

@@ -120,6 +120,7 @@ def test_the_same_weights_with_and_without() -> None:
         assert all(torch.equal(a, b) for a, b in zip(*answers, strict=True))
 
 
+@pytest.mark.slow
 def test_accumulation() -> None:
     each_on_ranks(side_by_side, 3, [(one, kind, 2) for one in ("momentum", "adamw") for kind in KINDS])
 
@@ -229,6 +230,7 @@ def resumed(rank: int, optimizer: str, residuals: str) -> None:
     going_on.close()
 
 
+@pytest.mark.slow
 def test_resuming_is_exact() -> None:
     each_on_ranks(resumed, 2, [(one, how) for one in ("momentum", "adamw") for how in ("in place", *ROUNDED)])
 
