@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from anabranch import Bucket, DataParallel, DisagreementError, FileError, Lean, Plan
-from anabranch.observe import trace_window
+from anabranch.observe import clock
 from anabranch.observe.clock import ClockAlignment, HostAnchor, HostClock, Offset, clock_offsets
 from anabranch.observe.step_timer import StepMarks, StepObserver
 from anabranch.observe.trace_window import perfetto_document
@@ -122,7 +122,7 @@ def shifted(rank: int, path: str) -> list[float]:
     def own() -> float:
         return start_s + 3600.0 * rank + pace * (host() - start_s)
 
-    setattr(trace_window, "perf_counter", own)  # noqa: B010 - it is no name of the module's own
+    setattr(clock, "perf_counter", own)  # noqa: B010 - it is no name of the module's own
     HostClock.mark = lambda self: own()  # type: ignore[method-assign]
     HostClock.mark_end = lambda self, launched, works: own()  # type: ignore[method-assign]
     names = tuple(name for name, _ in mlp().named_parameters())
