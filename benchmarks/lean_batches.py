@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_map_only
 
 import anabranch as ab
 from anabranch.lean.activations.recompute import recompute
-from anabranch.planning.memory import Setting, StepProfile
+from anabranch.planning.footprint import Setting, StepProfile
 from anabranch.tools.bench.zoo import SEQUENCES, build_at
 from anabranch.tools.cli.user_function import load_function
 from anabranch.tools.predict.memory.estimator import MAX_BATCH, largest_batch

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from benchmarks.peak_memory import peak, runnable_modes, world
 
-from anabranch.planning.memory import KINDS, Setting
+from anabranch.planning.footprint import KINDS, Setting
 from anabranch.tools.bench.zoo import build_at
 from anabranch.tools.predict.memory.estimator import OPTIMIZERS
 from anabranch.tools.predict.memory.probe import probe

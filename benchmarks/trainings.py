@@ -14,7 +14,7 @@ from anabranch.exchange.compression import Compress
 from anabranch.exchange.sparse.select import add_pairs
 from anabranch.lean.options import KEPT, Activations, Lean, OptimizerFactory
 from anabranch.parallel import DataParallel
-from anabranch.planning.memory import BUCKET_NBYTES, StepProfile, TrainingMode, buckets_by_size
+from anabranch.planning.footprint import BUCKET_NBYTES, StepProfile, TrainingMode, buckets_by_size
 from anabranch.tools.predict.memory.probe import Loss
 from anabranch.tools.predict.memory.training_modes import DDP, NAIVE, OUR_MODES
 from anabranch.values.kinds.names import DENSE, OKTOPK, kind_of
@@ -155,7 +155,7 @@ def pairs_at(values: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
 
 
 def compressed_plan(profile: StepProfile, mode: str, density: float, bucket_nbytes: int = BUCKET_NBYTES) -> Plan:
-    """Buckets in the order of backward, of the size and kind that ``planning.memory`` assumes for this mode."""
+    """Buckets in the order of backward, of the size and kind that ``planning.footprint`` assumes for this mode."""
     training = OUR_MODES[mode]
     buckets = buckets_by_size(profile, bucket_nbytes, training.compresses)
     kind = kind_of(density) if training.exchange == OKTOPK else training.exchange

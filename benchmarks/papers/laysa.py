@@ -6,7 +6,7 @@ from benchmarks.papers.measurements import measurements
 from benchmarks.papers.stand_in import bundled
 from benchmarks.papers.table import OURS_ALONE, Figure, Reasons, Reproduction, Section
 
-from anabranch.planning.memory import MemoryUse, OptimizerMemory, ReadyGradient, Setting, StepProfile
+from anabranch.planning.footprint import MemoryUse, OptimizerMemory, ReadyGradient, Setting, StepProfile
 from anabranch.tools.predict.memory.training_modes import DDP, LEAN, LEAN_INT8, NAIVE, predict
 
 PAPER = "LaySA (Zhao, Liu, Wang, Feng: IEEE Access 2021)"
@@ -82,8 +82,8 @@ def without_activations() -> Section:
     return Section(
         "Memory beside activations: weights, gradients, residual, optimizer state, messages, workspace",
         "nothing to compare: LaySA's 80.5 % include activations",
-        "predicted by anabranch.planning.memory from the sizes in our traces: 4 ranks, 1 %, SGD with momentum; naive "
-        "sparse: top-k with error feedback of the whole model after backward; not measured",
+        "predicted by anabranch.planning.footprint from the sizes in our traces: 4 ranks, 1 %, SGD with momentum; "
+        "naive sparse: top-k with error feedback of the whole model after backward; not measured",
         tuple(figures),
         (f"gradients of more than {MATRIX_NUMEL:,} elements are taken for matrices, which may travel sparsely",),
     )

@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import anabranch as ab
 from anabranch.lean.bucket_update import HeldUpdate
-from anabranch.planning.memory import HELD_NBYTES
+from anabranch.planning.footprint import HELD_NBYTES
 from anabranch.values.errors import UpdateError
 from lean.launches import Answers, each_on_ranks
 from lean.test_parallel import OPTIMIZERS, made, planned, tokens

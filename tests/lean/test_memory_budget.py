@@ -14,7 +14,7 @@ from torch import nn
 import anabranch as ab
 from anabranch.lean.activations.solver import Action, BlockCosts, BudgetError, in_use
 from anabranch.lean.memory_budget import ALIKE, Held, Storage, check_fits, choose_within, gradients_of
-from anabranch.planning.memory import (
+from anabranch.planning.footprint import (
     FRAGMENTATION,
     MemoryUse,
     OptimizerMemory,

@@ -15,7 +15,7 @@ from torch.nn.functional import cross_entropy
 import anabranch as ab
 from anabranch.lean.activations.solver import Action, BlockCosts
 from anabranch.lean.memory_budget import Storage
-from anabranch.planning.memory import Setting, peak_footprint
+from anabranch.planning.footprint import Setting, peak_footprint
 from anabranch.tools.predict.memory.estimator import ActivationMode, MemoryEstimator
 from anabranch.tools.predict.memory.probe import Build, Loss
 from anabranch.tools.predict.memory.training_modes import LEAN, LEAN_BF16, LEAN_DENSE, LEAN_INT8

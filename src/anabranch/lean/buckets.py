@@ -12,7 +12,7 @@ from anabranch.exchange.dense import SUMMABLE_BELOW, all_finite
 from anabranch.exchange.model_parameters import shaped
 from anabranch.exchange.residuals.bucket_states import BucketState
 from anabranch.lean.optimizers import BucketOptimizer
-from anabranch.planning.memory import SLOTS
+from anabranch.planning.footprint import SLOTS
 from anabranch.values.plan import Bucket
 
 CHUNK_NUMEL = 4 << 20  # elements added to a residual at a time; a temporary tensor of this size is needed

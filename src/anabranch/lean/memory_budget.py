@@ -1,8 +1,8 @@
 """What to do within a budget of memory: how residuals are stored, and which activations are recomputed.
 
 Every way to store residuals leaves some room for activations, and takes some time in each step. How much it holds at
-every moment of a step is said by the account (``planning.memory``), as for ``anabranch memory``: here it gets what the
-blocks of a model that trains were seen to save. For each the solver finds the least extra time with which activations
+every moment of a step is said by ``planning.footprint``, as for ``anabranch memory``: here it gets what the blocks of a
+model that trains were seen to save. For each the solver finds the least extra time with which activations
 keep within the room. The one with the least sum is chosen; of those that differ by less than a measurement can tell,
 the most exact one.
 """
@@ -28,7 +28,7 @@ from anabranch.lean.activations.solver import (
     smallest_budget,
 )
 from anabranch.observe.clock import clock_for
-from anabranch.planning.memory import (
+from anabranch.planning.footprint import (
     FRAGMENTATION,
     NO_USE,
     OptimizerMemory,

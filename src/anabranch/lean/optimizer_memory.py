@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 from torch.utils._pytree import tree_leaves
 
 from anabranch.lean.optimizers import part_of
-from anabranch.planning.memory import OptimizerMemory, allocated_nbytes
+from anabranch.planning.footprint import OptimizerMemory, allocated_nbytes
 
 
 def memory_of(optimizer: torch.optim.Optimizer) -> OptimizerMemory:

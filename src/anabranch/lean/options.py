@@ -7,7 +7,7 @@ from typing import Any, Literal, get_args
 
 import torch
 
-from anabranch.planning.memory import ResidualPlacement
+from anabranch.planning.footprint import ResidualPlacement
 from anabranch.values.quantities import size_nbytes
 
 GIVEN_CLASSES = "torch.optim."  # where classes are defined whose optimizers can be taken over

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from anabranch.planning.memory import KINDS, Setting
+from anabranch.planning.footprint import KINDS, Setting
 from anabranch.tools.bench import zoo
 from anabranch.tools.cli.main import main
 from anabranch.tools.cli.memory import AUTO_AS, network_of

@@ -11,8 +11,8 @@ from pydantic import TypeAdapter, ValidationError
 
 from anabranch import Network, Plan, Trace, save
 from anabranch import planning as planners
+from anabranch.planning.footprint import Setting
 from anabranch.planning.ladder import FREE, least_lossy
-from anabranch.planning.memory import Setting
 from anabranch.planning.simulator import finish_s
 from anabranch.tools.bench import zoo
 from anabranch.tools.cli import network_text

@@ -23,7 +23,7 @@ from anabranch.lean.activations.solver import Action, BlockCosts, BudgetError
 from anabranch.lean.options import Mode
 from anabranch.observe.clock import clock_for
 from anabranch.observe.step_timer import StepObserver, StepTimer, tensors_in
-from anabranch.planning.memory import CONVOLUTION_WORKSPACE
+from anabranch.planning.footprint import CONVOLUTION_WORKSPACE
 
 log = logging.getLogger("anabranch")
 

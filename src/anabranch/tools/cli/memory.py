@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from typer import Option
 
 from anabranch.fsdp.planning.sharding_modes import UNPLANNED, ShardingMode, sharding_mode
-from anabranch.planning.memory import FRAGMENTATION, Setting
+from anabranch.planning.footprint import FRAGMENTATION, Setting
 from anabranch.tools.bench.compress import compression
 from anabranch.tools.cli import arguments
 from anabranch.tools.cli.output import print_document

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 from typer import Option
 
 from anabranch.fsdp.planning.sharding_modes import SHARDING_MODES, help_of
-from anabranch.planning.memory import Setting
+from anabranch.planning.footprint import Setting
 from anabranch.tools.cli import arguments
 from anabranch.tools.cli.memory import Optimizer, estimator_of, node_size, unplanned
 from anabranch.tools.cli.network_text import MAX_RANKS

@@ -44,9 +44,9 @@ RETIRED: Mapping[str, Mapping[str, str]] = {
     "list": dict.fromkeys(("networks", "traces"), "anabranch list shows both, and --json has them apart"),
     "memory": {
         "--activations offload": "Lean keeps activations or recomputes them: --activations keep, or recompute",
-        "--clip-norm": "in Python: anabranch.planning.memory.Setting(clips=True)",
+        "--clip-norm": "in Python: anabranch.planning.footprint.Setting(clips=True)",
         "--density": "give the density with the exchange, as in --compress oktopk:0.02",
-        "--plan": "buckets have 25 MiB; of others, in Python: anabranch.planning.memory.Setting(buckets=...)",
+        "--plan": "buckets have 25 MiB; of others, in Python: anabranch.planning.footprint.Setting(buckets=...)",
         "--precision pure-bf16": "give a model whose weights are bfloat16, as in --model train:build",
         "--measure": "train so and read torch.cuda.max_memory_allocated(); for models by name: benchmarks/memory.py",
         "--rate": f"describe the links, as in --network {EXAMPLES['ring']}",

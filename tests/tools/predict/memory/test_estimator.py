@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from anabranch.planning.memory import Setting, StepProfile
+from anabranch.planning.footprint import Setting, StepProfile
 from anabranch.tools.predict.memory import estimator
 from anabranch.tools.predict.memory.estimator import ActivationMode, MemoryEstimator
 from anabranch.tools.predict.memory.fitting import largest_batches

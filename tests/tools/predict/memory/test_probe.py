@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from anabranch.planning.memory import StepProfile
+from anabranch.planning.footprint import StepProfile
 from anabranch.tools.predict.memory import probe as probing
 from anabranch.tools.predict.memory.probe import Build, probe
 from tools.predict.memory.models import images, language

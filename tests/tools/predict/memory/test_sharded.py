@@ -3,7 +3,7 @@
 import pytest
 
 from anabranch.fsdp.planning import Block, ShardedTrace, ShardingPlan, peak_nbytes
-from anabranch.planning.memory import MemoryUse, OptimizerMemory, ReadyGradient, Setting, StepProfile
+from anabranch.planning.footprint import MemoryUse, OptimizerMemory, ReadyGradient, Setting, StepProfile
 from anabranch.tools.predict.memory.training_modes import predict
 
 N = 1_000_000

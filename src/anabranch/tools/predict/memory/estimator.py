@@ -9,7 +9,7 @@ from torch import nn
 
 from anabranch.lean.activations.recompute import recompute
 from anabranch.lean.options import OptimizerFactory
-from anabranch.planning.memory import CONVOLUTION_WORKSPACE, FRAGMENTATION, Footprint, Setting, StepProfile
+from anabranch.planning.footprint import CONVOLUTION_WORKSPACE, FRAGMENTATION, Footprint, Setting, StepProfile
 from anabranch.tools.predict.memory.probe import Build, Loss, probe
 from anabranch.tools.predict.memory.training_modes import DEFAULT_MODES, predict
 

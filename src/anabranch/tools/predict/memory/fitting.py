@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from anabranch.planning.memory import FRAGMENTATION, Setting, TrainingMode
+from anabranch.planning.footprint import FRAGMENTATION, Setting, TrainingMode
 from anabranch.tools.predict.memory.estimator import MemoryEstimator
 from anabranch.tools.predict.memory.training_modes import DDP, OUR_MODES
 from anabranch.tools.predict.scaling.compression import Compression

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 from anabranch.exchange.compression import may_be_sparse
 from anabranch.lean.optimizer_memory import next_step_nbytes, state_nbytes
 from anabranch.lean.options import OptimizerFactory
-from anabranch.planning.memory import (
+from anabranch.planning.footprint import (
     CONVOLUTION_WORKSPACE,
     MemoryUse,
     OptimizerMemory,

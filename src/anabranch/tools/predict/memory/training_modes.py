@@ -1,6 +1,6 @@
 """The modes of training by the names that ``anabranch memory`` has for them, and the peak memory of each.
 
-Beside those that ``planning.memory`` knows, there are rivals and sharded models:
+Beside those that ``planning.footprint`` knows, there are rivals and sharded models:
 
     naive sparse    weights n, gradients n, residual n; after backward a flat copy of all gradients, its magnitudes, an
                     all-gather of 2kP words and a decompressed update: n each, except for the all-gather
@@ -15,8 +15,8 @@ from typing import cast
 
 from anabranch.fsdp.planning.sharding_modes import RESHARD, UNPLANNED, ShardingMode, sharding_mode
 from anabranch.fsdp.planning.simulator import REST, REST_LABEL, host_order, unsharded_at
-from anabranch.planning import memory
-from anabranch.planning.memory import (
+from anabranch.planning import footprint
+from anabranch.planning.footprint import (
     FLOAT_NBYTES,
     PAIR_NBYTES,
     Footprint,
@@ -68,7 +68,7 @@ def predict(profile: StepProfile, mode: str, setting: Setting | None = None) -> 
         return largest_footprint(_naive(profile, setting))
     if mode in UNPLANNED:
         return largest_footprint(_sharded(profile, setting, sharding_mode(mode)))
-    known = {DDP: memory.DDP, **OUR_MODES}
+    known = {DDP: footprint.DDP, **OUR_MODES}
     if mode not in known:
         raise ValueError(f"mode is {mode!r}: expected one of {', '.join([DDP, NAIVE, *OUR_MODES, *UNPLANNED])}")
     return peak_footprint(profile, known[mode], setting)

@@ -8,7 +8,7 @@ from benchmarks.virtual import VirtualWorld
 
 from anabranch.exchange.contracts import Steps
 from anabranch.exchange.quantised.exchange import exchange
-from anabranch.planning.memory import (
+from anabranch.planning.footprint import (
     KINDS,
     Footprint,
     MemoryUse,
