@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 import torch
 
 import anabranch as ab
-from anabranch.tuning.plan_cache import Entry, PlanCache
+from anabranch.tuning.cache_files import Entry, PlanCache
 from parallel.twins import dtypes_of, scatter
 from soak.journal import Journal
 from soak.training import Training

@@ -24,9 +24,9 @@ from anabranch.observe.clock import HostClock
 from anabranch.observe.measure import measure
 from anabranch.observe.step_timer import StepMarks, StepObserver
 from anabranch.tuning import calibration, tuner
+from anabranch.tuning.cache_files import CachedChoice, CacheKey, Entry
 from anabranch.tuning.candidates import BackgroundPlanner
 from anabranch.tuning.options import TuningOptions
-from anabranch.tuning.plan_cache import CachedChoice, CacheKey, Entry
 from anabranch.tuning.training_cache import TrainingCache
 from anabranch.tuning.tuner import Tuner
 from anabranch.values.files import document_of, loads

@@ -8,7 +8,7 @@ import pytest
 
 from anabranch import Network, Plan, TensorSpec, Trace
 from anabranch import planning as planners
-from anabranch.tuning.graph_cuts import CutSearch, parts_of_ddp, step_in_parts_s
+from anabranch.tuning.cut_search import CutSearch, parts_of_ddp, step_in_parts_s
 from anabranch.tuning.options import DEFAULT_POLICY, TuningPolicy
 from anabranch.tuning.trial import StepTimes, Trial
 

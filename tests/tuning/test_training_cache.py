@@ -18,8 +18,8 @@ from anabranch.exchange.dense import DenseExchanges
 from anabranch.exchange.quantised.exchange import QuantisedExchanges
 from anabranch.observe import environment
 from anabranch.tools.lab import environment as lab_environment
+from anabranch.tuning.cache_files import CachedChoice
 from anabranch.tuning.options import TuningOptions
-from anabranch.tuning.plan_cache import CachedChoice
 from anabranch.tuning.training_cache import TrainingCache, hardware_lines, key_lines, version_lines
 from anabranch.tuning.trial import StepTimes, Trial
 from parallel.twins import batch, mlp

@@ -23,7 +23,7 @@ from anabranch.frameworks.checkpoint import load_rank_files, save_rank_file
 from anabranch.frameworks.wrappers import Wrapper
 from anabranch.lean.parallel import LeanDataParallel
 from anabranch.parallel import DataParallel
-from anabranch.values.tested_versions import check_signatures, unsupported
+from anabranch.values.dependencies import check_signatures, unsupported
 
 if TYPE_CHECKING:
     from accelerate import Accelerator

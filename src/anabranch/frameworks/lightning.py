@@ -29,7 +29,7 @@ from anabranch.lean.options import Lean, check_lean
 from anabranch.lean.parallel import LeanDataParallel
 from anabranch.observe.metrics import CURVES, Metrics
 from anabranch.parallel import DataParallel
-from anabranch.values.extras import require, require_version
+from anabranch.values.dependencies import require, require_version
 
 WHAT = "anabranch.frameworks.lightning"
 TESTED = ("2.4", "2.5", "2.6")  # versions of Lightning

@@ -20,7 +20,7 @@ from anabranch.frameworks.wrappers import Wrapper, with_clipping
 from anabranch.lean.options import Lean
 from anabranch.lean.parallel import LeanDataParallel
 from anabranch.observe.metrics import Metrics
-from anabranch.values.tested_versions import check_signatures
+from anabranch.values.dependencies import check_signatures
 
 if TYPE_CHECKING:
     from transformers import Trainer

@@ -21,10 +21,10 @@ from torch.distributed.fsdp._fully_shard import _fsdp_state
 
 from anabranch.fsdp.mesh import check_same_over, described_model, described_options, fails_together, inherit_timeouts
 from anabranch.fsdp.torch_internals import TESTED
+from anabranch.values.dependencies import check_signatures
 from anabranch.values.errors import PlanError
 from anabranch.values.files import dumps, load_as
 from anabranch.values.sharded import ShardingPlan
-from anabranch.values.tested_versions import check_signatures
 
 SIGNATURES = {
     "set_modules_to_forward_prefetch": ("modules",),

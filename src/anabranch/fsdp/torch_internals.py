@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from anabranch.values.tested_versions import check_parts, check_signatures
+from anabranch.values.dependencies import check_parts, check_signatures
 
 TESTED = "2.13.0"
 SIGNATURES = {"set_all_reduce_hook": ("hook", "stream"), "_get_fsdp_state": ()}

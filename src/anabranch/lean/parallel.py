@@ -41,7 +41,7 @@ from anabranch.lean.optimizer_memory import memory_of, nbytes_of
 from anabranch.lean.options import Lean, check_lean
 from anabranch.lean.torch_patches import watch
 from anabranch.lean.trained_model import trained_parameters
-from anabranch.planning.fixed import DDP_CAP_NBYTES
+from anabranch.planning.by_size import DDP_CAP_NBYTES
 from anabranch.planning.footprint import BLAS_WORKSPACE_NBYTES, Setting, allocated_nbytes
 from anabranch.tuning.options import DEFAULT_POLICY, Planner, TuningOptions, TuningPolicy
 from anabranch.tuning.tuned_model import Tuned

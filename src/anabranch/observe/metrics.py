@@ -25,7 +25,7 @@ from anabranch.exchange.contracts import Traffic
 from anabranch.exchange.dense import dense_traffic
 from anabranch.observe.clock import HostClock
 from anabranch.observe.step_timer import CurrentStep, StepContext, StepMarks, StepObserver, StepTimer, timeline_of
-from anabranch.values.extras import require
+from anabranch.values.dependencies import require
 from anabranch.values.plan import Bucket, Plan
 
 if TYPE_CHECKING:

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from anabranch.planning.fixed import by_bytes, per_tensor, single
+from anabranch.planning.by_size import by_bytes, per_tensor, single
 from anabranch.planning.lanes import asc, lanes
 from anabranch.planning.merge import mgwfbp, optimal, using
 from anabranch.values.network import Network

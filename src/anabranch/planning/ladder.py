@@ -40,6 +40,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from anabranch.planning.by_size import filled
 from anabranch.planning.merge import CostLines, Floats, Ints, optimal
 from anabranch.planning.simulator import finish_s
 from anabranch.values.curve import Curve
@@ -79,7 +80,7 @@ def least_lossy(
     best = min(fastest, key=lambda plan: finish_s(trace, plan, network))
     best_s = finish_s(trace, best, network)
     limit_s = best_s + slack_s(trace, best_s)
-    found = [_in_time(trace, network, parts, limit_s) for parts in arrangements]
+    found = [_plan_in_time(trace, network, parts, limit_s) for parts in arrangements]
     numels = {tensor.name: tensor.numel for tensor in trace.tensors}
 
     def rank(plan: Plan) -> tuple[int, float, int]:
@@ -195,7 +196,7 @@ class _Part:
         self, tensors: Sequence[TensorSpec], network: Network, errors: Mapping[str, int], merging_s: float
     ) -> None:
         self._merging_s = merging_s
-        self._groups = _grouped(tensors)
+        self._groups = _gradient_groups(tensors)
         self._kinds = sorted(errors, key=errors.__getitem__)
         self._errors = np.array([errors[kind] for kind in self._kinds], dtype=np.int64)
         self._ready = np.array([0.0, *(group[-1].ready_s for group in self._groups)])
@@ -250,7 +251,9 @@ class _Part:
             at = before
         return [
             Choice([tensor for group in self._groups[low:high] for tensor in group], self._kinds[kind])
-            for low, high, kind in self._merged(messages[::-1], min(max(limit_s, finish_s), finish_s + self._merging_s))
+            for low, high, kind in self._merge_neighbours(
+                messages[::-1], min(max(limit_s, finish_s), finish_s + self._merging_s)
+            )
         ]
 
     def _states(self, latest: Floats, bound: "_Bound", most: int, known: float = inf) -> "_States":
@@ -289,7 +292,7 @@ class _Part:
         in_time = finish <= max(limit_s, finish.min())
         return int(last[in_time][np.lexsort((finish[in_time], states.totals[last][in_time]))[0]])
 
-    def _merged(self, messages: list[tuple[int, int, int]], limit_s: float) -> list[tuple[int, int, int]]:
+    def _merge_neighbours(self, messages: list[tuple[int, int, int]], limit_s: float) -> list[tuple[int, int, int]]:
         """The messages (first group, last + 1, kind), neighbours of one kind merged while all finish by ``limit_s``."""
         at = len(messages) - 1
         while at > 0:
@@ -346,14 +349,14 @@ def _least_before(rows: Floats) -> Floats:
 
 def _unbeaten(times: Floats, late: Floats, errors: Ints) -> Ints:
     """Indices of the states that no other one beats in error and in time, the earliest first."""
-    kept = _front(times, errors)
+    kept = _pareto_front(times, errors)
     if late.any():
-        kept = np.unique(np.concatenate([kept, _front(late, errors), _front(times + late, errors)]))
+        kept = np.unique(np.concatenate([kept, _pareto_front(late, errors), _pareto_front(times + late, errors)]))
         kept = kept[np.argsort(times[kept], kind="stable")]
     return kept
 
 
-def _front(times: Floats, errors: Ints) -> Ints:
+def _pareto_front(times: Floats, errors: Ints) -> Ints:
     """Indices of the states that no other one beats in both numbers, the earliest first."""
     order = np.lexsort((errors, times))
     ordered = errors[order]
@@ -371,21 +374,13 @@ def _most_promising(least: Floats, most: int, known: float) -> Ints:
     return np.sort(np.append(kept[0], others))
 
 
-def _grouped(tensors: Sequence[TensorSpec]) -> list[Sequence[TensorSpec]]:
-    """The gradients one by one; merged with their neighbours, where there are too many."""
+def _gradient_groups(tensors: Sequence[TensorSpec]) -> list[Sequence[TensorSpec]]:
+    """What the search treats as one gradient: each by itself, or neighbours together where there are too many."""
     if len(tensors) <= MOST_GRADIENTS:
         return [[tensor] for tensor in tensors]
     # A group is closed when it has its share, or before a gradient that has one by itself: at most two for each share.
     share = -(-2 * sum(tensor.nbytes for tensor in tensors) // MOST_GRADIENTS)
-    groups: list[list[TensorSpec]] = [[]]
-    nbytes = 0
-    for tensor in tensors:
-        if groups[-1] and nbytes + tensor.nbytes > share:
-            groups.append([])
-            nbytes = 0
-        groups[-1].append(tensor)
-        nbytes += tensor.nbytes
-    return list(groups)
+    return filled(tensors, share, share, reached=False)
 
 
 def _arrangements(
@@ -414,7 +409,7 @@ def _arrangements(
     return [apart] if len(apart) == len(together) else [apart, together]
 
 
-def _in_time(trace: Trace, network: Network, parts: Sequence[_Part], limit_s: float) -> Plan | None:
+def _plan_in_time(trace: Trace, network: Network, parts: Sequence[_Part], limit_s: float) -> Plan | None:
     """The plan of parts that were each planned apart, if they can be made to finish in time together."""
     allowed_s = limit_s
     for _ in range(HURRIES):

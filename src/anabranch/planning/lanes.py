@@ -5,7 +5,7 @@ from itertools import accumulate, product
 from math import inf
 from typing import NamedTuple
 
-from anabranch.planning.fixed import by_bytes
+from anabranch.planning.by_size import by_bytes
 from anabranch.planning.merge import mgwfbp, optimal, published, using
 from anabranch.planning.simulator import SimulatedMessage, schedule
 from anabranch.values.network import Network
@@ -79,9 +79,8 @@ class Run(NamedTuple):
     lane: int
 
 
-LaneLayout = tuple[
-    Run, ...
-]  # a plan in numbers: its runs in launch order, which is the order in which they are complete
+# A plan in numbers: its runs in launch order, which is the order in which they are complete.
+LaneLayout = tuple[Run, ...]
 
 
 def dealt(layout: LaneLayout, lanes: int) -> LaneLayout:

@@ -40,7 +40,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from anabranch.planning.fixed import by_bytes, in_ready_order, per_tensor, single
+from anabranch.planning.by_size import by_bytes, in_ready_order, per_tensor, single
 from anabranch.planning.simulator import finish_s
 from anabranch.values.curve import Segment
 from anabranch.values.kinds.names import DENSE

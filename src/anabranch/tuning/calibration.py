@@ -20,7 +20,6 @@ from anabranch.exchange.lanes import Lanes
 from anabranch.observe.measure import LARGEST_NBYTES, measure
 from anabranch.planning.simulator import finish_s
 from anabranch.tuning.trial import MIN_STRETCH, Trial, computed_faster, prediction_s
-from anabranch.values.curve import Curve
 from anabranch.values.kinds.fidelity import is_compressed
 from anabranch.values.kinds.names import DENSE
 from anabranch.values.network import Contention, Network
@@ -105,7 +104,7 @@ def with_calibrated_costs(network: Network, trace: Trace, plan: Plan, took_s: Se
         sizes = [sum(tensors[name].cost_nbytes(kind) for name in plan.buckets[i].names) for i in own]
         expected = [network.seconds(kind, nbytes) for nbytes in sizes]
         factor, extra_s = _fit(np.array(expected), np.array([took_s[i] for i in own]), network.curve(kind).start_s)
-        curves[kind] = _scaled(network.curve(kind), factor, extra_s)
+        curves[kind] = network.curve(kind).scaled(factor, extra_s)
         fits += [(factor, extra_s)] if kind != DENSE else []
         of = f"{len(own)} bucket{'s' if len(own) != 1 else ''}"
         named = "costs" if kind == DENSE else f"costs of {kind}"
@@ -113,7 +112,7 @@ def with_calibrated_costs(network: Network, trace: Trace, plan: Plan, took_s: Se
         notes["refined" if kind == DENSE else f"refined_{kind}"] = note
     for kind in filter(is_compressed, network.curves if fits else ()):
         if f"refined_{kind}" not in {**network.meta, **notes}:
-            curves[kind] = _scaled(network.curve(kind), *np.median(fits, axis=0).tolist())
+            curves[kind] = network.curve(kind).scaled(*np.median(fits, axis=0).tolist())
     return replace(network, curves=curves, model=None, meta={**network.meta, **notes})
 
 
@@ -246,13 +245,8 @@ def _fit(expected: np.ndarray, took: np.ndarray, start_s: float) -> tuple[float,
 
 
 def _with_scaled(network: Network, kinds: set[str], factor: float, extra_s: float) -> Network:
-    curves = {kind: _scaled(network.curve(kind), factor, extra_s) for kind in kinds}
+    curves = {kind: network.curve(kind).scaled(factor, extra_s) for kind in kinds}
     return replace(network, curves={**network.curves, **curves}, model=None)
-
-
-def _scaled(curve: Curve, factor: float, extra_s: float) -> Curve:
-    points = tuple(replace(point, seconds=factor * point.seconds + extra_s) for point in curve.points)
-    return Curve(points, curve.tail_s_per_byte * factor)
 
 
 @dataclass(eq=False)

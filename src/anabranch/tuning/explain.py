@@ -64,7 +64,7 @@ def explanation(found: Findings) -> str:
         whole_s = network.allreduce_s(trace.nbytes) if trace is not None else 0.0
         lines.append(
             f"{title}: {network.world_size} ranks, {network.curve('dense').start_s * 1e3:.3f} ms per message, "
-            f"{whole_s * 1e3:.2f} ms for all gradients at once; {_lanes(network)}."
+            f"{whole_s * 1e3:.2f} ms for all gradients at once; {_second_lane_gain(network)}."
         )
         if notes := [str(note) for name, note in network.meta.items() if name.startswith("refined")]:
             lines.append(f"Corrected by live steps: {'; '.join(notes)}.")
@@ -76,9 +76,9 @@ def explanation(found: Findings) -> str:
     elif found.network_note:
         lines.append(f"{title}: not measured.")
     if found.trials:
-        lines += ["", *_trials(found)]
+        lines += ["", *_trial_rows(found)]
     if found.plan is not None:
-        lines += ["", *_buckets(found.plan, trace, network, found.errors), *found.exchange_lines]
+        lines += ["", *_bucket_rows(found.plan, trace, network, found.errors), *found.exchange_lines]
     return "\n".join(map(plain, lines))  # a network or a trace may come from a file
 
 
@@ -115,7 +115,8 @@ def _exposed_bound(trace: Trace, network: Network) -> str:
     return f"At least {least_ms:.2f} ms stay exposed under any plan on one lane, since {reason}."
 
 
-def _lanes(network: Network) -> str:
+def _second_lane_gain(network: Network) -> str:
+    """What a second lane gains, by how two simultaneous messages slow each other."""
     slowdown = network.contention.slowdown(2)
     if slowdown >= 2 * 0.98:
         return "two messages at once take no less time than one after the other"
@@ -123,7 +124,7 @@ def _lanes(network: Network) -> str:
     return f"two messages at once take {slowdown:.2f} times as long as one, so {gain}"
 
 
-def _trials(found: Findings) -> list[str]:
+def _trial_rows(found: Findings) -> list[str]:
     """A row per layout that was tried: its prediction and its measurement."""
     rows = [("", "layout", "buckets", "lanes", "predicted", "measured", "error", "exposed", "speed-up", "result")]
     for trial in found.trials:
@@ -144,7 +145,7 @@ def _trials(found: Findings) -> list[str]:
     return [*lines, found.cost] if found.cost else lines
 
 
-def _buckets(plan: Plan, trace: Trace | None, network: Network | None, errors: Mapping[Bucket, float]) -> list[str]:
+def _bucket_rows(plan: Plan, trace: Trace | None, network: Network | None, errors: Mapping[Bucket, float]) -> list[str]:
     """A row per bucket: its exchange, its predicted time by itself and that of a dense one, and its measured error."""
     tensors = {tensor.name: tensor for tensor in trace.tensors} if trace is not None else {}
     rows = [("  #", "lane", "by", "MiB", "gradients", "ready, ms", "takes, ms", "dense, ms", "error", "last gradient")]

@@ -20,6 +20,7 @@ from anabranch.observe.recorder import Recorder, order_note
 from anabranch.planning.simulator import undelayed
 from anabranch.tuning.calibration import CalibratedNetwork
 from anabranch.tuning.candidates import BackgroundPlanner, Candidates, candidates, warm_up_kinds
+from anabranch.tuning.cut_search import LATE, CutSearch, Graphs, Version, keep_cuts
 from anabranch.tuning.decisions import (
     VERDICTS,
     BlockOfSteps,
@@ -33,7 +34,6 @@ from anabranch.tuning.decisions import (
     next_action,
     terms,
 )
-from anabranch.tuning.graph_cuts import LATE, CutSearch, Graphs, Version, keep_cuts
 from anabranch.tuning.options import TuningOptions, TuningPolicy
 from anabranch.tuning.runner import PlanRunner
 from anabranch.tuning.trial import StepTimes, Trial

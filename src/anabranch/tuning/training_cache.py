@@ -21,9 +21,9 @@ from anabranch.exchange.contracts import Group
 from anabranch.exchange.model_parameters import model_parts
 from anabranch.observe.environment import lab_note, network_note
 from anabranch.observe.step_timer import tensors_in
+from anabranch.tuning.cache_files import CachedChoice, CacheKey, Entry, log, plan_cache
 from anabranch.tuning.candidates import warm_up_kinds
 from anabranch.tuning.options import TuningOptions
-from anabranch.tuning.plan_cache import CachedChoice, CacheKey, Entry, log, plan_cache
 from anabranch.tuning.trial import Trial
 from anabranch.values.errors import PlanError
 from anabranch.values.files import dumps, plain

@@ -21,9 +21,9 @@ from anabranch.exchange.contracts import Group
 from anabranch.observe.environment import network_note
 from anabranch.observe.step_timer import StepContext
 from anabranch.tuning.candidates import may_run
+from anabranch.tuning.cut_search import Graphs, parts_of
 from anabranch.tuning.decisions import Candidate, drift
 from anabranch.tuning.explain import Findings
-from anabranch.tuning.graph_cuts import Graphs, parts_of
 from anabranch.tuning.options import TuningOptions
 from anabranch.tuning.runner import Layout, PlanRunner
 from anabranch.tuning.search import FROZEN, Schedule, Search, steps

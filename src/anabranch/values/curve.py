@@ -144,9 +144,11 @@ class Curve:
             tail = min(tail * (after / last), MAX_SECONDS)
         return replace(self, points=_never_falling(moved), tail_s_per_byte=tail)
 
-    def scaled(self, factor: float) -> Self:
-        """All costs that many times as high."""
-        points = tuple(replace(p, seconds=p.seconds * factor, spread_s=p.spread_s * factor) for p in self.points)
+    def scaled(self, factor: float, extra_s: float = 0.0) -> Self:
+        """All costs that many times as high, and each message ``extra_s`` more."""
+        points = tuple(
+            replace(p, seconds=p.seconds * factor + extra_s, spread_s=p.spread_s * factor) for p in self.points
+        )
         return replace(self, points=points, tail_s_per_byte=self.tail_s_per_byte * factor)
 
 

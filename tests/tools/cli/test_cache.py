@@ -10,7 +10,7 @@ import pytest
 import anabranch as ab
 from anabranch.tools.cli import arguments
 from anabranch.tools.cli.main import main
-from anabranch.tuning.plan_cache import CachedChoice, CacheKey, Entry, PlanCache
+from anabranch.tuning.cache_files import CachedChoice, CacheKey, Entry, PlanCache
 from tools.cli.nouns import HOSTILE, error_of, json_of, measured, small_trace
 
 TRACE = replace(small_trace(), meta={"device": "NVIDIA H200"})

@@ -152,7 +152,7 @@ def test_nothing_of_a_former_run_stays(capsys: pytest.CaptureFixture[str], made_
 def test_without_plotly_all_but_the_page_is_there(
     capsys: pytest.CaptureFixture[str], made_up: Links, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr("anabranch.values.extras.find_spec", lambda name: None)
+    monkeypatch.setattr("anabranch.values.dependencies.find_spec", lambda name: None)
     monkeypatch.delitem(sys.modules, "plotly", raising=False)
     assert main(["demo", "--keep", str(tmp_path)]) == 0
     assert "the page needs plotly" in capsys.readouterr().err and not (tmp_path / "report.html").exists()

@@ -21,7 +21,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from anabranch.ddp.compiled.cut_points import Cuts, operations
 from anabranch.ddp.reducer import running_graph_cutter
-from anabranch.values.tested_versions import check_signatures
+from anabranch.values.dependencies import check_signatures
 
 TESTED = "2.13.0"  # in CI; 2.11 and 2.15 by hand
 SIGNATURES: tuple[tuple[object, Mapping[str, Sequence[str]]], ...] = (

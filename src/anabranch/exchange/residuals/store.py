@@ -57,8 +57,7 @@ class Residuals:
         self.keeps_any = keeps is not None  # if so, ``on_step_end`` must be called after every step
         self._skipped = skipped or (lambda: not _gradients_finite(parameters))
         self._parameters = parameters
-        self._numels = {name: parameter.numel() for name, parameter in parameters.items()}
-        self._known_numels = {name: parameter.numel() for name, parameter in {**parameters, **frozen}.items()}
+        self._numels = {name: parameter.numel() for name, parameter in {**parameters, **frozen}.items()}
         self.device = next(iter(parameters.values())).device if parameters else torch.device("cpu")
         rank, ranks = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
         self._states = BucketStates(rank, ranks, self.device, form)
@@ -153,7 +152,7 @@ class Residuals:
         try:
             for state in states:
                 if state:
-                    check_saved(state, self._known_numels)
+                    check_saved(state, self._numels)
                     self._check_orders(state.get("orders", {}))
             self._states.load_state_dict(*states)
         except ValueError as error:

@@ -23,4 +23,4 @@ def compression(text: str, oktopk: OkTopk = UNTRAINED) -> str | OkTopk | Auto:
     if name != OKTOPK:
         raise ValueError(f"--compress is {text!r}: expected {', '.join(EXAMPLES)}; {RIVALS}")
     plain, wire = split_wire(text, oktopk.wire)
-    return replace(oktopk, wire=wire, density=oktopk.density if plain == OKTOPK else given_density(text, wires=True))
+    return replace(oktopk, wire=wire, density=oktopk.density if plain == OKTOPK else given_density(text))

@@ -9,8 +9,8 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from anabranch.values.checks import Scalar
+from anabranch.values.dependencies import require
 from anabranch.values.errors import MissingExtraError
-from anabranch.values.extras import require
 
 # Default batch per rank: images, or sequences and their length; the sizes of the literature and of our lab.
 IMAGES = {

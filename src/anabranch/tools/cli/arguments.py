@@ -8,7 +8,7 @@ from pathlib import Path
 
 from anabranch.tools.cli import network_text
 from anabranch.tools.network_presets import PRESETS, NetworkRange
-from anabranch.tuning.plan_cache import FORMAT, Entry
+from anabranch.tuning.cache_files import FORMAT, Entry
 from anabranch.values import files
 from anabranch.values.errors import FileError
 from anabranch.values.files import KINDS, Noun, expected

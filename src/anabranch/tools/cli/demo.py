@@ -20,8 +20,8 @@ from anabranch.tools.cli.shared_options import ForceOption, JsonOption
 from anabranch.tools.demo import RESULTS
 from anabranch.tools.lab.cluster import Cluster
 from anabranch.tools.predict.scaling import scale
+from anabranch.values.dependencies import require
 from anabranch.values.errors import AnabranchError, LabError, MissingExtraError
-from anabranch.values.extras import require
 from anabranch.values.files import load_bundled_trace, write_bytes
 
 FEWEST_STEPS = 40  # a search for a plan takes 30 to 60

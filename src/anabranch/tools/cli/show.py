@@ -13,7 +13,7 @@ from anabranch.tools.cli import arguments
 from anabranch.tools.cli.output import print_json, show_tables
 from anabranch.tools.cli.shared_options import JsonOption
 from anabranch.tools.network_presets import PRESETS
-from anabranch.tuning.plan_cache import VARIABLE, Entry, PlanCache, default_folder
+from anabranch.tuning.cache_files import VARIABLE, Entry, PlanCache, default_folder
 from anabranch.values.errors import FileError
 from anabranch.values.files import bundled_traces, dumps, load_bundled_trace
 from anabranch.values.links import TwoLevel

@@ -7,8 +7,8 @@ import sys
 from anabranch.tools.lab import hosts
 from anabranch.tools.lab.cluster import Cluster
 from anabranch.tools.lab.janitor import MPS_CONTROL
+from anabranch.values.dependencies import require
 from anabranch.values.errors import LabError, MissingExtraError
-from anabranch.values.extras import require
 
 EMULATE = "or use --emulate, which needs no privileges and emulates the links inside the ranks"
 

@@ -32,7 +32,7 @@ from anabranch.tools.report import (
 )
 from anabranch.tools.report.documents import BASELINE, COMPUTE, LEAST_GAIN, OURS, DemoDocument
 from anabranch.tools.report.runs import Runs, file_table
-from anabranch.values.extras import require
+from anabranch.values.dependencies import require
 from anabranch.values.version import __version__
 
 SCRIPTS = ("theme.js", "tables.js", "charts.js")

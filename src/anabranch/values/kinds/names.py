@@ -46,18 +46,12 @@ def density_of(kind: str) -> float | None:
     return density if 0 < density <= 1 else None
 
 
-def given_density(text: str, wires: bool = False) -> float:
-    """The density in a --compress argument, such as oktopk:0.01; ValueError if there is none.
-
-    wires   whether a wire may follow it, as in oktopk:0.01:bf16
-    """
-    name, _, share = (split_wire(text)[0] if wires else text).partition(":")
-    try:
-        density = float(share)
-    except ValueError:
-        density = 0.0
-    if not 0 < density <= 1:
-        known = ", ".join(WIRES)
-        wire = f", then nothing or how values are sent ({known}), such as {name}:0.01:bf16" if wires else ""
-        raise ValueError(f"--compress is {text!r}: expected a density in (0, 1], such as {name}:0.01{wire}")
+def given_density(text: str) -> float:
+    """The density in a --compress argument, such as oktopk:0.01 or oktopk:0.01:bf16; ValueError if there is none."""
+    name, _, share = split_wire(text)[0].partition(":")
+    if (density := density_of(f"{OKTOPK}:{share}")) is None:  # other names, such as Lean's, have a density, too
+        raise ValueError(
+            f"--compress is {text!r}: expected a density in (0, 1], such as {name}:0.01, then nothing or how values "
+            f"are sent ({', '.join(WIRES)}), such as {name}:0.01:bf16"
+        )
     return density

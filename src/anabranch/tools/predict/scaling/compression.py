@@ -70,7 +70,7 @@ class Compression(NamedTuple):
                 f"(as dense as is hidden), {OKTOPK}:0.01 or {OKTOPK}:0.01:bf16 (with packed values); on Lean "
                 f"{LEAN}:int8, {LEAN}:{AUTO}, {LEAN} or {LEAN}:0.01; between nodes alone int8{BETWEEN_NODES}"
             )
-        densities = DENSITIES if plain in (OKTOPK, LEAN) else [given_density(what, wires=True)]
+        densities = DENSITIES if plain in (OKTOPK, LEAN) else [given_density(what)]
         return cls(tuple(map(kind_of, densities)), lean, between_nodes, wire)
 
     @property

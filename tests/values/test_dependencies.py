@@ -5,7 +5,7 @@ import sys
 import pytest
 
 import anabranch as ab
-from anabranch.values.extras import require, require_version
+from anabranch.values.dependencies import require, require_version
 
 
 def test_an_installed_library_passes() -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from anabranch import Bucket, Network, Plan, TensorSpec, Trace
 from anabranch import planning as planners
-from anabranch.tuning.graph_cuts import MOST_PARTS, Parts, needed_parts, parts_of, step_in_parts_s
+from anabranch.tuning.cut_search import MOST_PARTS, Parts, needed_parts, parts_of, step_in_parts_s
 from anabranch.tuning.trial import predicted_s
 
 LAYERS = 8

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from anabranch import Network, Plan, TensorSpec, Trace
 from anabranch import planning as planners
-from anabranch.planning.fixed import HOROVOD_CAP_NBYTES
+from anabranch.planning.by_size import HOROVOD_CAP_NBYTES
 from shorthand import trace_of
 from strategies import traces
 

@@ -1,8 +1,43 @@
-"""Functions and attributes of other packages that anabranch uses, and that other versions of them may not have."""
+"""Other packages: clear errors where one is missing, or has another version than anabranch is tested with.
+
+Other versions may not have the functions and attributes that anabranch uses, many of them private.
+"""
 
 import inspect
+import sys
 from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+
+from anabranch.values.errors import MissingExtraError
+
+
+def require(library: str, extra: str | None, what: str, pin: str = "") -> None:
+    """Raise MissingExtraError unless ``library`` is installed; nothing is imported.
+
+    Call it before the import of an optional library, as early as its need is known. ``what`` names the command or
+    feature that needs the library, ``extra`` the extra that brings it, or None if no extra does. ``pin`` is a
+    requirement to give pip with the extra, such as "torch==2.11.0" where pip would otherwise replace the installed
+    torch.
+    """
+    if sys.modules.get(library) is None and find_spec(library) is None:
+        requirements = (library if extra is None else f"'anabranch[{extra}]'") + (f" '{pin}'" if pin else "")
+        raise MissingExtraError(
+            f"{what} needs {library}, which is not installed: pip install {requirements}", name=library
+        )
+
+
+def require_version(library: str, found: str, tested: Sequence[str], what: str) -> None:
+    """Raise MissingExtraError unless the version ``found`` belongs to one of the ``tested`` series, such as "2.6".
+
+    For libraries whose private names are used, which may change from one series to the next.
+    """
+    if not any(f"{found}.".startswith(f"{series}.") for series in tested):
+        raise MissingExtraError(
+            f"{what} was tested with {library} {', '.join(tested)}, and {found} is installed: "
+            f"pip install '{library}=={tested[-1]}.*'",
+            name=library,
+        )
 
 
 def check_signatures(package: str, tested: str, owner: object, signatures: Mapping[str, Sequence[str]]) -> None:

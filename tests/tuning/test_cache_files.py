@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import anabranch as ab
-from anabranch.tuning.plan_cache import (
+from anabranch.tuning.cache_files import (
     CachedChoice,
     CacheKey,
     Entry,

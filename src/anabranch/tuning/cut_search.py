@@ -65,7 +65,7 @@ def parts_of(plan: Plan) -> Parts:
 
 def parts_of_ddp(trace: Trace) -> Parts:
     """One part for each of DDP's own buckets."""
-    return parts_of(_buckets(trace, None))
+    return parts_of(_plan_or_ddps(trace, None))
 
 
 def one_each(parts: Parts | None) -> int:
@@ -88,10 +88,10 @@ def needed_parts(
     """
     if not cuts_for(None):
         cuts_for = one_each
-    parts: Parts = parts_of(_buckets(trace, plan))
+    parts: Parts = parts_of(_plan_or_ddps(trace, plan))
     if network is None:
         return parts
-    parts = _at_most(MOST_PARTS, trace, _without_cut(parts, cuts_for))
+    parts = _merged_to_about(MOST_PARTS, trace, _uncut_merged(parts, cuts_for))
     most = cuts_for(parts)
 
     def step_s(parts: Parts) -> float:
@@ -99,10 +99,10 @@ def needed_parts(
 
     shortest_s = step_s(parts)
     while len(parts) > 1:
-        found_s, index = min((step_s(_merged(parts, index)), index) for index in range(len(parts) - 1))
+        found_s, index = min((step_s(_with_next_merged(parts, index)), index) for index in range(len(parts) - 1))
         if found_s > (1 + ROUNDING) * shortest_s:
             break
-        parts, shortest_s = _merged(parts, index), min(found_s, shortest_s)
+        parts, shortest_s = _with_next_merged(parts, index), min(found_s, shortest_s)
     return parts
 
 
@@ -113,7 +113,7 @@ def step_in_parts_s(trace: Trace, plan: Plan | None, network: Network, parts: Pa
     """
     if plan is None:
         trace, network = as_recorded(trace), replace(network, delays={})  # which are in the trace, of DDP's own
-    plan = _buckets(trace, plan)
+    plan = _plan_or_ddps(trace, plan)
     if saved_s:
         trace = trace.scaled(max(LEAST_COMPUTING, 1 - saved_s / (trace.forward_s + trace.backward_s)))
     ready_s = {tensor.name: tensor.ready_s for tensor in trace.tensors}
@@ -126,28 +126,28 @@ def step_in_parts_s(trace: Trace, plan: Plan | None, network: Network, parts: Pa
     return trace.forward_s + max(trace.backward_s + delays_s, *ends_s)
 
 
-def _buckets(trace: Trace, plan: Plan | None) -> Plan:
+def _plan_or_ddps(trace: Trace, plan: Plan | None) -> Plan:
     """The plan, or DDP's own buckets."""
     return plan if plan is not None else planners.by_bytes(trace, Network.ring(2, 0.0, 0.0))  # needs no network
 
 
-def _merged(parts: Parts, index: int) -> Parts:
+def _with_next_merged(parts: Parts, index: int) -> Parts:
     """The parts, this one and the next as one."""
     return [*parts[:index], [*parts[index], *parts[index + 1]], *parts[index + 2 :]]
 
 
-def _without_cut(parts: Parts, cuts_for: Callable[[Parts | None], int]) -> Parts:
+def _uncut_merged(parts: Parts, cuts_for: Callable[[Parts | None], int]) -> Parts:
     """The parts, those as one between which graphs cannot be cut: their gradients leave together anyway."""
     cuts, index = cuts_for(parts), 0
     while index < len(parts) - 1:
-        if cuts_for(merged := _merged(parts, index)) == cuts:
+        if cuts_for(merged := _with_next_merged(parts, index)) == cuts:
             parts = merged
         else:
             index += 1
     return parts
 
 
-def _at_most(count: int, trace: Trace, parts: Parts) -> Parts:
+def _merged_to_about(count: int, trace: Trace, parts: Parts) -> Parts:
     """Neighbouring parts merged into about ``count`` parts of similar bytes."""
     if len(parts) <= count:
         return parts

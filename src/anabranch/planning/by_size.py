@@ -47,7 +47,7 @@ def by_bytes(
         raise ValueError(f"closes is {closes!r}: expected 'reached' or 'before'")
     parts: list[Sequence[TensorSpec]] = []
     for tensors in trace.by_kind():
-        parts += _filled(tensors, first_nbytes, cap_nbytes, closes == "reached")
+        parts += filled(tensors, first_nbytes, cap_nbytes, closes == "reached")
     return in_ready_order(trace, parts)
 
 
@@ -57,16 +57,19 @@ def in_ready_order(trace: Trace, parts: Sequence[Sequence[TensorSpec]], lanes: i
     return Plan.of_runs(sorted(parts, key=lambda part: place[part[-1].name]), lanes)
 
 
-def _filled(tensors: Sequence[TensorSpec], first: int, cap: int, reached: bool) -> list[Sequence[TensorSpec]]:
+def filled(tensors: Sequence[TensorSpec], first: int, cap: int, reached: bool) -> list[Sequence[TensorSpec]]:
+    """Consecutive tensors in parts of about ``cap`` bytes, the first of about ``first``.
+
+    ``reached``: a part is closed once it has that many; else before a tensor with which it would have more.
+    """
     parts: list[list[TensorSpec]] = []
     nbytes = 0
-    closed = True
     for tensor in tensors:
         limit = first if len(parts) <= 1 else cap
-        if closed or (not reached and nbytes + tensor.nbytes > limit):
+        is_full = nbytes >= limit if reached else nbytes + tensor.nbytes > limit
+        if is_full or not parts:
             parts.append([])
             nbytes = 0
         parts[-1].append(tensor)
         nbytes += tensor.nbytes
-        closed = reached and nbytes >= (first if len(parts) == 1 else cap)
     return list(parts)
