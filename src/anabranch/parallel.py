@@ -3,7 +3,7 @@
 import logging
 import os
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from inspect import signature
@@ -106,7 +106,12 @@ class DataParallel(Tuned, ExtensibleDDP):
             what = "a plan" if tuning.plan is not None else f"compress={name_of(compress)}"
             raise ValueError(f"DataParallel with {what} cannot run here: {reason}. {instead}")
         settings = [described(compress), f"{policy}"]
-        agree = partial(_agreed, _parts_of(module, given), group, tuple(settings), needs_plan)
+        parts = _parts_of(module, given)
+
+        def agree(options: TuningOptions) -> TuningOptions:  # must not refer to ``given``, which has this wrapper
+            assert group is not None  # otherwise DDP's constructor has raised its own error
+            return options.agreed(parts(), group, *settings, by_name=needs_plan)
+
         if not reason and given["init_sync"]:  # without it, ranks may construct at their own time
             tuning = agree(tuning)
             compress = None if tuning.turned_off else compress
@@ -312,15 +317,3 @@ def _parts_of(module: nn.Module, arguments: Mapping[str, Any]) -> Callable[[], d
     """Returns the parts of the module that DDP synchronises with these arguments (``model_parts``)."""
     sends_buffers = arguments["broadcast_buffers"] is not False or arguments.get("forward_sync_buffers") is not None
     return partial(model_parts, module, frozen=arguments["init_sync"], buffers=sends_buffers)
-
-
-def _agreed(
-    parts: Callable[[], dict[str, str]],
-    group: dist.ProcessGroup | None,
-    further: Sequence[str],
-    by_name: bool,
-    options: TuningOptions,
-) -> TuningOptions:
-    """The options that all ranks agree on (``TuningOptions.agreed``)."""
-    assert group is not None  # otherwise DDP's constructor has raised its own error
-    return options.agreed(parts(), group, *further, by_name=by_name)

@@ -78,7 +78,7 @@ def test_without_residuals_nothing_is_kept_and_no_state_can_be_loaded() -> None:
     collectives = Collectives(DenseExchanges())
     residuals = collectives.residuals
     assert (collectives.excluded, residuals.warmup_steps, residuals.keeps_any) == ({}, 0, False)
-    collectives.use_plan(MIXED)
+    collectives.residuals.use_plan(MIXED)
     residuals.on_step_end()
     residuals.rescale(2.0)
     residuals.load_state_dict({}, {})
@@ -93,7 +93,7 @@ def test_a_plan_and_the_end_reach_the_residuals() -> None:
     residuals = RecordingResiduals()
     collectives = Collectives(EighthsExchanges(), DenseExchanges(), residuals=residuals, excluded={"eighths": ["bias"]})
     assert collectives.excluded == {"eighths": frozenset({"bias"})} and collectives.residuals is residuals
-    collectives.use_plan(MIXED)
-    collectives.use_plan(None)
+    collectives.residuals.use_plan(MIXED)
+    collectives.residuals.use_plan(None)
     collectives.close()
     assert residuals.calls == ["use_plan 4", "use_plan None", "close"]

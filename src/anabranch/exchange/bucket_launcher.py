@@ -40,11 +40,17 @@ class BucketLauncher:
         self.lanes = lanes
         self.divisor: Callable[[], int] | None = None
         self.errors = ErrorSamples(plan, collectives.residuals)
-        self._collectives = collectives
         self._mark_bucket = mark_bucket
         self._before_first = before_first
         self._world_size = dist.get_world_size(lanes[0].group)
-        self._routes = [self._route(index, bucket) for index, bucket in enumerate(plan.buckets)]
+        # What does not change between steps: each bucket, its family, its lane, and its name in errors.
+        self._routes: list[tuple[Bucket, ExchangeFamily, Lane, str]] = []
+        for index, bucket in enumerate(plan.buckets):
+            label = (
+                f"bucket {index} of {len(plan)} ({len(bucket.names)} gradients to {bucket.names[-1]}, "
+                f"{bucket.collective} on lane {bucket.lane})"
+            )
+            self._routes.append((bucket, collectives.family(bucket.collective), lanes[bucket.lane], label))
 
     def launch(self, index: int, buffer: torch.Tensor, behind: Behind | None = None) -> Future[torch.Tensor]:
         """Start the exchange of bucket ``index``, whose gradients are in ``buffer``; the future holds the average.
@@ -65,11 +71,3 @@ class BucketLauncher:
     def close(self) -> None:
         """Drop the lanes, whose last works hold memory; nothing can be launched any more."""
         self._routes = []
-
-    def _route(self, index: int, bucket: Bucket) -> tuple[Bucket, ExchangeFamily, Lane, str]:
-        """Look up what does not change between steps: the bucket, its family, its lane, and its name in errors."""
-        label = (
-            f"bucket {index} of {len(self.plan)} ({len(bucket.names)} gradients to {bucket.names[-1]}, "
-            f"{bucket.collective} on lane {bucket.lane})"
-        )
-        return bucket, self._collectives.family(bucket.collective), self.lanes[bucket.lane], label

@@ -8,7 +8,7 @@ import torch
 from anabranch.exchange.contracts import ExchangeFamily, Traffic
 from anabranch.exchange.residuals.store import Residuals
 from anabranch.values.kinds.names import BF16
-from anabranch.values.plan import Bucket, Plan
+from anabranch.values.plan import Bucket
 
 NOTHING: Mapping[str, Collection[str]] = MappingProxyType({})
 
@@ -57,10 +57,6 @@ class Collectives:
         if not self.kinds:
             return None
         return 2 if self.mixes or BF16 in self.kinds else 1  # all other kinds send a fourth of the bytes or less
-
-    def use_plan(self, plan: Plan | None) -> None:
-        """Prepare for a plan, or for DDP's own buckets, from the next step on."""
-        self.residuals.use_plan(plan)
 
     def close(self) -> None:
         """Remove hooks and free what was kept between steps, also if there are still references to this object."""

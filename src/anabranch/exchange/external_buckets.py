@@ -50,7 +50,7 @@ class ExternalBuckets:
         self._excluded = self.collectives.excluded.get(kind, frozenset())
         compressed = tuple(name for name in trained if name not in self._excluded)
         if compressed and kind != DENSE:  # residuals that are loaded wait for their buckets
-            self.collectives.use_plan(Plan((Bucket(compressed, 0, kind),)))
+            self.collectives.residuals.use_plan(Plan((Bucket(compressed, 0, kind),)))
         self._steps_done = 0
         self.in_step = False  # from the first exchange of a backward to its end
         # Weak: a backward that fails drops its callbacks, and must not be waited for.

@@ -177,11 +177,11 @@ class Offset(NamedTuple):
     error_s: float
 
 
-def clock_offsets(group: Group, rounds: int = PING_ROUNDS) -> list[Offset]:
+def clock_offsets(group: Group) -> list[Offset]:
     """The offset of every rank, on rank 0; an empty list on others. Collective; the group must send host memory."""
     ping, answer = torch.zeros(1, dtype=torch.float64), torch.zeros(1, dtype=torch.float64)
     if dist.get_rank(group) != 0:
-        for _ in range(rounds):
+        for _ in range(PING_ROUNDS):
             dist.recv(ping, group_src=0, group=group)
             answer[0] = perf_counter()
             dist.send(answer, group_dst=0, group=group)
@@ -189,7 +189,7 @@ def clock_offsets(group: Group, rounds: int = PING_ROUNDS) -> list[Offset]:
     found = [Offset(perf_counter(), 0.0, 0.0)]
     for other in range(1, dist.get_world_size(group)):
         tries = []
-        for _ in range(rounds):
+        for _ in range(PING_ROUNDS):
             sent_s = perf_counter()
             dist.send(ping, group_dst=other, group=group)
             dist.recv(answer, group_src=other, group=group)

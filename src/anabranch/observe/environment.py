@@ -22,9 +22,9 @@ def network_note(variables: Mapping[str, str] = os.environ) -> str | None:
     return variables.get(NETWORK_NOTE) or None
 
 
-def lab_note(variables: Mapping[str, str] = os.environ) -> str | None:
+def lab_note() -> str | None:
     """The hosts and links of the lab that runs this process, as ``anabranch lab`` describes them; None outside it."""
-    return variables.get(LAB) or None
+    return os.environ.get(LAB) or None
 
 
 def machine_facts(device: torch.device) -> dict[str, Scalar]:

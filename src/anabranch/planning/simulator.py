@@ -151,15 +151,14 @@ def _one_by_one(queue: Sequence[SimulatedMessage]) -> list[Interval]:
     return intervals
 
 
-def lower_bound_s(trace: Trace, network: Network, lanes: int = 1, collective: str = "dense") -> float:
+def lower_bound_s(trace: Trace, network: Network, lanes: int = 1) -> float:
     """No plan on up to ``lanes`` lanes finishes backward and communication sooner than this.
 
     The last gradient must still travel after backward. And all bytes must pass after the first gradient is ready: on
     each lane one message after another, start-up included, at the best rate that the curve offers any message; and
     their transfers together at the best rate that up to ``lanes`` simultaneous ones reach.
     """
-    curve = network.curve(collective)
-    nbytes = trace.nbytes
+    curve, nbytes = network.curve("dense"), trace.nbytes
     aggregate = max(k / network.contention.slowdown(k) for k in range(1, lanes + 1))
     one_by_one_s = curve.least_s_per_byte(nbytes) * nbytes / lanes
     together_s = curve.start_s + curve.least_transfer_s_per_byte(nbytes) * nbytes / max(1.0, aggregate)

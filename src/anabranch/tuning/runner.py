@@ -107,7 +107,7 @@ class PlanRunner:
         self.layout.before_change()
         if plan is not None:
             self.lanes.grow(plan.lanes)
-        self._collectives.use_plan(plan)
+        self._collectives.residuals.use_plan(plan)
         self._requested = (plan,)
 
     def before_forward(self, averaged: bool) -> bool:

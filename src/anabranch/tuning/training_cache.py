@@ -85,12 +85,6 @@ class TrainingCache:
         ``any_input``: before the first forward, when the batch is not known, the newest choice for any batch. A choice
         that needs more than ``max_lanes`` lanes, or does not fit the parameters of some rank, is ignored.
         """
-        entry = self._agreed(control, max_lanes, any_input)
-        if any_input:
-            self._newest_input = entry.key.input if entry is not None else None
-        return entry.choice if entry is not None else None
-
-    def _agreed(self, control: Group, max_lanes: int, any_input: bool) -> Entry | None:
         key = self._key = self._complete_key(control)
         check = partial(self._check, max_lanes=max_lanes)
         entry = None
@@ -109,7 +103,11 @@ class TrainingCache:
                 words = plain(str(error))
                 log.warning("anabranch: the plan cache ignores the cached plan of rank 0, on rank %d: %s", rank, words)
                 entry = None
-        return entry if true_on_all_ranks(entry is not None, control) else None
+        if not true_on_all_ranks(entry is not None, control) or entry is None:
+            return None
+        if any_input:
+            self._newest_input = entry.key.input
+        return entry.choice
 
     def _complete_key(self, control: Group) -> CacheKey:
         device = next(iter(self._parameters.values())).device
