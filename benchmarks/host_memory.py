@@ -19,7 +19,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from anabranch.exchange.agreement import from_all_ranks
-from anabranch.exchange.contracts import Collective, Group, Steps
+from anabranch.exchange.interface import Collective, Group, Steps
 from anabranch.values.network import ALL_GATHER, REDUCE_SCATTER
 
 SAME_GPU = "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"  # torch's own check is for programs that forgot to set a device

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from anabranch.exchange.contracts import all_gather, issued
+from anabranch.exchange.interface import all_gather, issued
 from anabranch.observe.environment import lab_note
 from anabranch.planning.prices import quantised_phases
 

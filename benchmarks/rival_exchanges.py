@@ -16,7 +16,7 @@ import torch.distributed as dist
 from benchmarks.trainings import pairs_at, top_count, top_pairs
 
 from anabranch.exchange.communicator import MAX, Communicator
-from anabranch.exchange.contracts import Steps, record_stream
+from anabranch.exchange.interface import Steps, record_stream
 from anabranch.exchange.residuals.bucket_states import BucketState, uniform_boundaries
 from anabranch.exchange.sparse import select
 

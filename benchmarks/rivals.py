@@ -24,8 +24,8 @@ from torch import nn
 from anabranch import planning as planners
 from anabranch.exchange.collectives import Collectives
 from anabranch.exchange.communicator import Communicator
-from anabranch.exchange.contracts import Collective, ExchangeFamily, Group, Steps, Traffic
 from anabranch.exchange.dense import DenseExchanges, dense
+from anabranch.exchange.interface import Collective, ExchangeFamily, Group, Steps, Traffic
 from anabranch.exchange.residuals.bucket_states import BucketStates
 from anabranch.parallel import DataParallel
 from anabranch.tools.bench.contestants import DDP_OPTIONS, PLAN_WARMUP_STEPS, Contestant

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from anabranch.exchange.communicator import MAX, SUM, Communicator, ZeroBuffer
-from anabranch.exchange.contracts import Steps
+from anabranch.exchange.interface import Steps
 from anabranch.values.errors import DisagreementError
 
 FloatArray = npt.NDArray[np.float64]

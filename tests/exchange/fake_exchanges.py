@@ -5,8 +5,8 @@ from typing import Any
 import torch
 
 from anabranch import Bucket, Plan
-from anabranch.exchange.contracts import Collective, ExchangeFamily, Group, Steps, Traffic
 from anabranch.exchange.dense import dense
+from anabranch.exchange.interface import Collective, ExchangeFamily, Group, Steps, Traffic
 from anabranch.exchange.residuals.store import Residuals
 
 

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from anabranch import Bucket, CollectiveError, DisagreementError, Network, Plan, TensorSpec, Trace
 from anabranch.exchange.agreement import agree_on, all_or_none, check_same, from_all_ranks, from_rank_0
-from anabranch.exchange.contracts import Group
+from anabranch.exchange.interface import Group
 from ranks import Case, cases_on_ranks, on_ranks, patience
 
 PLAN = Plan((Bucket(("a", "b")), Bucket(("ü",), lane=1, collective="bf16")))

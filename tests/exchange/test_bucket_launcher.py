@@ -9,8 +9,8 @@ from torch.futures import Future
 from anabranch import Bucket, Plan
 from anabranch.exchange.bucket_launcher import BucketLauncher, EndMarker
 from anabranch.exchange.collectives import Collectives
-from anabranch.exchange.contracts import Group, Steps
 from anabranch.exchange.dense import DenseExchanges
+from anabranch.exchange.interface import Group, Steps
 from anabranch.exchange.lanes import Lanes, Message
 from exchange.fake_exchanges import EighthsExchanges
 from ranks import on_ranks

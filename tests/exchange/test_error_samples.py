@@ -7,9 +7,9 @@ import torch
 import torch.distributed as dist
 
 from anabranch.exchange import error_samples
-from anabranch.exchange.contracts import Steps
 from anabranch.exchange.dense import dense
 from anabranch.exchange.error_samples import FIRST, PERIOD, ErrorSamples
+from anabranch.exchange.interface import Steps
 from anabranch.exchange.residuals.store import Residuals
 from anabranch.observe.measure import drive
 from anabranch.values.plan import Bucket, Plan

@@ -14,8 +14,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from anabranch import Network
 from anabranch.exchange.compression import probe_of
-from anabranch.exchange.contracts import Group
 from anabranch.exchange.groups import clone_group
+from anabranch.exchange.interface import Group
 from anabranch.observe import measure as module
 from anabranch.observe.clock import HostClock
 from anabranch.observe.environment import NETWORK_NOTE

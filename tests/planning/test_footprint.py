@@ -6,7 +6,7 @@ import pytest
 import torch
 from benchmarks.virtual import VirtualWorld
 
-from anabranch.exchange.contracts import Steps
+from anabranch.exchange.interface import Steps
 from anabranch.exchange.quantised.exchange import exchange
 from anabranch.planning.footprint import (
     KINDS,

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
-from anabranch.exchange.contracts import Group, Steps
+from anabranch.exchange.interface import Group, Steps
 from anabranch.exchange.lanes import Lane, Message
 
 

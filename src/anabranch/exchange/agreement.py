@@ -16,7 +16,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from anabranch.exchange.contracts import Group, issued
+from anabranch.exchange.interface import Group, issued
 from anabranch.values.errors import CollectiveError, DisagreementError
 from anabranch.values.files import dumps, loads
 from anabranch.values.network import Network

@@ -8,8 +8,8 @@ import torch.distributed as dist
 from torch.futures import Future
 
 from anabranch.exchange.collectives import Collectives
-from anabranch.exchange.contracts import ExchangeFamily, Group, Steps
 from anabranch.exchange.error_samples import ErrorSamples
+from anabranch.exchange.interface import ExchangeFamily, Group, Steps
 from anabranch.exchange.lanes import Lane, Lanes, Message
 from anabranch.values.kinds.names import DENSE
 from anabranch.values.plan import Bucket, Plan

@@ -5,7 +5,7 @@ from types import MappingProxyType
 
 import torch
 
-from anabranch.exchange.contracts import ExchangeFamily, Traffic
+from anabranch.exchange.interface import ExchangeFamily, Traffic
 from anabranch.exchange.residuals.store import Residuals
 from anabranch.values.kinds.names import BF16
 from anabranch.values.plan import Bucket

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from anabranch.exchange.contracts import Group, all_gather, issued
+from anabranch.exchange.interface import Group, all_gather, issued
 
 SUM, MAX = dist.ReduceOp.SUM, dist.ReduceOp.MAX
 

@@ -8,8 +8,8 @@ import torch
 
 from anabranch.exchange.collectives import Collectives
 from anabranch.exchange.communicator import Communicators
-from anabranch.exchange.contracts import DTYPES, Collective, Group
 from anabranch.exchange.dense import DenseExchanges, dense
+from anabranch.exchange.interface import DTYPES, Collective, Group
 from anabranch.exchange.quantised.exchange import QuantisedExchanges, options_by_kind, sent_dense
 from anabranch.exchange.residuals.store import NO_PARAMETERS, Applied, Residuals
 from anabranch.exchange.sparse.oktopk import OkTopkExchanges

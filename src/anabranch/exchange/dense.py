@@ -5,7 +5,7 @@ from math import inf
 import torch
 import torch.distributed as dist
 
-from anabranch.exchange.contracts import Collective, ExchangeFamily, Group, Steps, Traffic, issued
+from anabranch.exchange.interface import Collective, ExchangeFamily, Group, Steps, Traffic, issued
 from anabranch.values.kinds.names import DENSE
 from anabranch.values.plan import Bucket
 

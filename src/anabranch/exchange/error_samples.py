@@ -6,8 +6,8 @@ from math import ceil
 
 import torch
 
-from anabranch.exchange.contracts import Group, Steps, record_stream
 from anabranch.exchange.dense import dense
+from anabranch.exchange.interface import Group, Steps, record_stream
 from anabranch.exchange.residuals.store import Residuals
 from anabranch.values.kinds.names import DENSE
 from anabranch.values.plan import Bucket, Plan

@@ -9,7 +9,7 @@ from torch.autograd import Variable
 
 from anabranch.exchange.collectives import Collectives
 from anabranch.exchange.compression import Settings, collectives_for, described, kinds_of
-from anabranch.exchange.contracts import Group, Scaler, Steps, record_stream
+from anabranch.exchange.interface import Group, Scaler, Steps, record_stream
 from anabranch.exchange.residuals.store import NO_PARAMETERS
 from anabranch.values.kinds.names import DENSE
 from anabranch.values.plan import Bucket, Plan

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from anabranch.exchange.agreement import from_all_ranks
-from anabranch.exchange.contracts import Group
+from anabranch.exchange.interface import Group
 
 USE_A_TORCH_GROUP = "Give it a process group of torch's own, from init_process_group or new_group, with Gloo or NCCL"
 

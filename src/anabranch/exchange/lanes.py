@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 from torch.futures import Future
 
-from anabranch.exchange.contracts import Group, Steps
 from anabranch.exchange.groups import clone_group, destroy_clone, keep_groups, timeout_of
+from anabranch.exchange.interface import Group, Steps
 from anabranch.values.errors import CollectiveError, UpdateError
 from anabranch.values.plan import MAX_LANES
 

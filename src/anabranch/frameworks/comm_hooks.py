@@ -18,9 +18,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from anabranch.exchange.agreement import check_same
 from anabranch.exchange.compression import Settings, keeps_residuals, name_of, settings_of
-from anabranch.exchange.contracts import Scaler
 from anabranch.exchange.external_buckets import ExternalBuckets, only_kind
 from anabranch.exchange.groups import USE_A_TORCH_GROUP, default_group, no_clone_reason
+from anabranch.exchange.interface import Scaler
 from anabranch.exchange.lanes import Lanes, Message
 from anabranch.values.kinds.names import DENSE
 from anabranch.values.kinds.options import OkTopk, Quantised

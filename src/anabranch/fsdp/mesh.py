@@ -15,8 +15,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from anabranch.exchange.agreement import all_or_none, check_same, wire_device
-from anabranch.exchange.contracts import Group
 from anabranch.exchange.groups import default_group, inherit_timeout
+from anabranch.exchange.interface import Group
 from anabranch.exchange.model_parameters import model_parts
 
 

@@ -25,10 +25,10 @@ from torch.nn.functional import pad
 
 from anabranch.exchange.agreement import all_or_none, check_same
 from anabranch.exchange.compression import Compress, Settings, described, settings_of
-from anabranch.exchange.contracts import Group, Scaler, Steps, record_stream
 from anabranch.exchange.dense import all_finite, dense
 from anabranch.exchange.external_buckets import ExternalBuckets, only_kind
 from anabranch.exchange.groups import USE_A_TORCH_GROUP, no_clone_reason
+from anabranch.exchange.interface import Group, Scaler, Steps, record_stream
 from anabranch.exchange.lanes import Lanes, Message
 from anabranch.fsdp.mesh import check_same_over, fails_together, inherit_timeouts
 from anabranch.fsdp.torch_internals import gradient_dtype, is_finalized_by_hand, is_in_backward, sharded_units

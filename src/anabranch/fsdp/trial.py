@@ -20,9 +20,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from anabranch.exchange.agreement import agree_on, from_all_ranks
 from anabranch.exchange.compression import Compress, Settings, described, settings_of
-from anabranch.exchange.contracts import Collective, Group
 from anabranch.exchange.dense import dense
 from anabranch.exchange.external_buckets import only_kind
+from anabranch.exchange.interface import Collective, Group
 from anabranch.fsdp import planning
 from anabranch.fsdp.mesh import (
     check_same_over,

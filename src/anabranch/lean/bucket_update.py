@@ -21,8 +21,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from anabranch.exchange.contracts import Group, Steps, issued, record_stream
 from anabranch.exchange.dense import all_finite
+from anabranch.exchange.interface import Group, Steps, issued, record_stream
 from anabranch.lean.buckets import LiveBucket
 from anabranch.lean.optimizers import BucketOptimizer
 from anabranch.values.errors import UpdateError

@@ -17,7 +17,7 @@ from torch.autograd import Variable
 
 from anabranch.exchange.bucket_launcher import BucketLauncher
 from anabranch.exchange.collectives import Collectives
-from anabranch.exchange.contracts import Group, Scaler
+from anabranch.exchange.interface import Group, Scaler
 from anabranch.exchange.model_parameters import trained_only
 from anabranch.lean.bucket_update import BucketUpdater
 from anabranch.lean.buckets import LiveBucket, Slots

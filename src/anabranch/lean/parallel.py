@@ -20,8 +20,8 @@ from anabranch.ddp.reducer import compiled_as_ddp
 from anabranch.ddp.wrap_checks import check_outermost, check_unwrapped, dtensor_reason
 from anabranch.exchange.agreement import all_or_none, check_same, from_rank_0
 from anabranch.exchange.compression import Compress, Settings, collectives_for, described, may_be_sparse, settings_of
-from anabranch.exchange.contracts import Scaler
 from anabranch.exchange.groups import USE_A_TORCH_GROUP, default_group, no_clone_reason
+from anabranch.exchange.interface import Scaler
 from anabranch.exchange.model_parameters import ignored_names, model_parts
 from anabranch.lean.activations.profiler import PROFILED_STEPS, ChoiceMessage, ManagedActivations
 from anabranch.lean.activations.solver import BlockCosts

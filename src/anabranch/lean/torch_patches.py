@@ -21,7 +21,7 @@ from torch.nn import utils
 from torch.nn.utils import clip_grad
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from anabranch.exchange.contracts import Scaler
+from anabranch.exchange.interface import Scaler
 from anabranch.lean.optimizers import stepping
 from anabranch.observe.step_timer import tensors_in
 

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 
 from anabranch.exchange.agreement import check_same, explained
-from anabranch.exchange.contracts import Group, issued
+from anabranch.exchange.interface import Group, issued
 from anabranch.exchange.model_parameters import ignored_names
 
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import Work
 
-from anabranch.exchange.contracts import Group
+from anabranch.exchange.interface import Group
 
 PING_ROUNDS = 25
 ANCHOR_TRIES = 5

@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 
 from anabranch.exchange.agreement import agree_on, wire_device
-from anabranch.exchange.contracts import Collective, Group, Steps, issued
-from anabranch.exchange.contracts import all_gather as issue_all_gather
 from anabranch.exchange.dense import dense
+from anabranch.exchange.interface import Collective, Group, Steps, issued
+from anabranch.exchange.interface import all_gather as issue_all_gather
 from anabranch.observe.clock import Clock, clock_for
 from anabranch.observe.environment import machine_facts, network_note
 from anabranch.values.checks import Scalar

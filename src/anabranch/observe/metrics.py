@@ -21,8 +21,8 @@ import torch
 from torch import nn
 from torch._compile import _disable_dynamo
 
-from anabranch.exchange.contracts import Traffic
 from anabranch.exchange.dense import dense_traffic
+from anabranch.exchange.interface import Traffic
 from anabranch.observe.clock import HostClock
 from anabranch.observe.step_timer import CurrentStep, StepContext, StepMarks, StepObserver, StepTimer, timeline_of
 from anabranch.values.dependencies import require

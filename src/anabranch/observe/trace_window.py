@@ -22,7 +22,7 @@ from torch import nn
 from torch._compile import _disable_dynamo
 
 from anabranch.exchange.agreement import check_same, from_rank_0, to_rank_0
-from anabranch.exchange.contracts import Group
+from anabranch.exchange.interface import Group
 from anabranch.observe.clock import ClockAlignment, HostAnchor, clock_offsets
 from anabranch.observe.step_timer import CurrentStep, StepMarks, StepObserver, StepTimer, bucket_times
 from anabranch.values.errors import FileError

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from anabranch.exchange.agreement import agree_on
-from anabranch.exchange.contracts import Collective, Group
+from anabranch.exchange.interface import Collective, Group
 from anabranch.exchange.lanes import Lanes
 from anabranch.observe.measure import LARGEST_NBYTES, measure
 from anabranch.planning.simulator import finish_s

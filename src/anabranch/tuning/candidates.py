@@ -12,7 +12,7 @@ from torch import nn
 from anabranch import planning as planners
 from anabranch.exchange.agreement import agree_on, from_rank_0
 from anabranch.exchange.collectives import Collectives
-from anabranch.exchange.contracts import Group
+from anabranch.exchange.interface import Group
 from anabranch.planning.ladder import FREE, least_lossy, with_fewer_messages
 from anabranch.planning.merge import compressed
 from anabranch.planning.simulator import messages

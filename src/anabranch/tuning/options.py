@@ -12,7 +12,7 @@ from torch import nn
 
 from anabranch.exchange.agreement import agree_on, check_same, from_rank_0, same_on_all_ranks
 from anabranch.exchange.collectives import Collectives
-from anabranch.exchange.contracts import Group
+from anabranch.exchange.interface import Group
 from anabranch.planning import PLANNERS
 from anabranch.values.errors import FileError, NetworkError, PlanError
 from anabranch.values.files import load_as

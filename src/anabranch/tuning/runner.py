@@ -9,7 +9,7 @@ from torch._compile import _disable_dynamo
 from anabranch.exchange.agreement import all_or_none, check_same
 from anabranch.exchange.bucket_launcher import BucketLauncher
 from anabranch.exchange.collectives import Collectives
-from anabranch.exchange.contracts import Group
+from anabranch.exchange.interface import Group
 from anabranch.exchange.lanes import Lanes
 from anabranch.observe.clock import clock_for
 from anabranch.observe.step_timer import StepTimer

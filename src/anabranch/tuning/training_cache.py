@@ -17,7 +17,7 @@ from torch import nn
 
 from anabranch.exchange.agreement import from_all_ranks, from_rank_0, true_on_all_ranks
 from anabranch.exchange.collectives import Collectives
-from anabranch.exchange.contracts import Group
+from anabranch.exchange.interface import Group
 from anabranch.exchange.model_parameters import model_parts
 from anabranch.observe.environment import lab_note, network_note
 from anabranch.observe.step_timer import tensors_in

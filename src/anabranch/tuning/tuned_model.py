@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import nn
 
 from anabranch.exchange.collectives import Collectives
-from anabranch.exchange.contracts import Scaler
 from anabranch.exchange.groups import keep_all_groups
+from anabranch.exchange.interface import Scaler
 from anabranch.observe.metrics import Logger, MetricsFeed
 from anabranch.observe.trace_window import TraceWindow
 from anabranch.tuning.explain import explanation

@@ -17,7 +17,7 @@ from torch._compile import _disable_dynamo
 
 from anabranch.exchange.agreement import agree_on, explained, from_rank_0, number_of_rank_0, true_on_all_ranks
 from anabranch.exchange.collectives import Collectives
-from anabranch.exchange.contracts import Group
+from anabranch.exchange.interface import Group
 from anabranch.observe.environment import network_note
 from anabranch.observe.step_timer import StepContext
 from anabranch.tuning.candidates import may_run

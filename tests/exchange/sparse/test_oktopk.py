@@ -46,13 +46,13 @@ def test_versions_do_not_import_each_other_and_only_the_dispatcher_imports_them(
 def test_only_the_gpu_version_needs_triton_and_is_imported_lazily() -> None:
     users = {path.name for path in SPARSE.rglob("*.py") if "triton" in imported(path)}
     assert users == {"triton_exchange.py", "kernels.py", "packing.py"}
-    eagerly = imported(SPARSE / "oktopk.py", lazily=False) | imported(SPARSE.parent / "contracts.py", lazily=False)
+    eagerly = imported(SPARSE / "oktopk.py", lazily=False) | imported(SPARSE.parent / "interface.py", lazily=False)
     assert not any(name.startswith("triton") or "triton_exchange" in name for name in eagerly)
 
 
 def test_the_version_depends_on_device_and_options(monkeypatch: pytest.MonkeyPatch) -> None:
     host, device = torch.device("cpu"), torch.device("cuda")
-    monkeypatch.setattr("anabranch.exchange.contracts._has_triton", lambda: False)
+    monkeypatch.setattr("anabranch.exchange.interface._has_triton", lambda: False)
     assert version_for(host, OkTopk()) is version_for(device, OkTopk(exact=True)) is exact_exchange
     assert version_for(device, OkTopk()) is version_for(device, OkTopk(deterministic=True)) is fixed_exchange
 

@@ -9,7 +9,7 @@ from benchmarks.rival_exchanges import RIVALS, ExchangeFunction
 from benchmarks.virtual import ByteCounts, VirtualWorld
 
 from anabranch.exchange.communicator import Communicator
-from anabranch.exchange.contracts import Steps
+from anabranch.exchange.interface import Steps
 from anabranch.exchange.residuals.bucket_states import BucketState
 from anabranch.exchange.sparse.exact_exchange import exact_exchange
 from anabranch.exchange.sparse.fixed_exchange import fixed_exchange

@@ -7,7 +7,7 @@ import torch
 from benchmarks.virtual import VirtualWorld
 
 from anabranch.exchange.communicator import MAX, Communicator
-from anabranch.exchange.contracts import Steps
+from anabranch.exchange.interface import Steps
 from anabranch.values.errors import DisagreementError
 from exchange.sparse.worlds import EXCHANGES, gradients, states, step
 

@@ -17,8 +17,8 @@ from typing import Protocol
 import torch
 
 from anabranch.exchange.communicator import Communicator, Communicators
-from anabranch.exchange.contracts import Collective, ExchangeFamily, Group, Steps, Traffic, record_stream, runs_triton
 from anabranch.exchange.dense import dense, dense_traffic
+from anabranch.exchange.interface import Collective, ExchangeFamily, Group, Steps, Traffic, record_stream, runs_triton
 from anabranch.exchange.quantised import torch_steps
 from anabranch.exchange.quantised.torch_steps import Kept
 from anabranch.values.kinds.formats import FORMATS, BlockFormat

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from anabranch.exchange.contracts import record_stream
+from anabranch.exchange.interface import record_stream
 from anabranch.exchange.quantised.exchange import steps_for
 from anabranch.exchange.residuals.checkpoint import VERSION
 from anabranch.values.kinds.formats import BlockFormat

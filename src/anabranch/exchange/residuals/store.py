@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch.autograd import Variable
 from torch.utils.hooks import RemovableHandle
 
-from anabranch.exchange.contracts import Group, record_stream
 from anabranch.exchange.dense import all_finite
+from anabranch.exchange.interface import Group, record_stream
 from anabranch.exchange.model_parameters import shaped
 from anabranch.exchange.residuals.bucket_states import BucketState, BucketStates
 from anabranch.exchange.residuals.checkpoint import check_saved

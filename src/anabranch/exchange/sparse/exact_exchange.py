@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 
 from anabranch.exchange.communicator import Communicator
-from anabranch.exchange.contracts import Steps, record_stream
 from anabranch.exchange.dense import SUMMABLE_BELOW, all_finite
+from anabranch.exchange.interface import Steps, record_stream
 from anabranch.exchange.residuals.bucket_states import BucketState
 from anabranch.exchange.sparse import select
 from anabranch.exchange.sparse.encoding import join_bodies, message_head, split_bodies

@@ -8,7 +8,7 @@ another message; and, from owners, the threshold that they found. ``triton_excha
 import torch
 
 from anabranch.exchange.communicator import Communicator
-from anabranch.exchange.contracts import Steps, record_stream
+from anabranch.exchange.interface import Steps, record_stream
 from anabranch.exchange.residuals.bucket_states import BucketState
 from anabranch.exchange.sparse import select
 from anabranch.exchange.sparse.encoding import frame_messages, message_head, unframe_messages

@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 from anabranch.exchange.communicator import Communicator, Communicators
-from anabranch.exchange.contracts import (
+from anabranch.exchange.interface import (
     DTYPES,
     Collective,
     ExchangeFamily,

@@ -25,8 +25,8 @@ from typing import NamedTuple
 import torch
 
 from anabranch.exchange.communicator import Communicator
-from anabranch.exchange.contracts import Steps, record_stream
 from anabranch.exchange.dense import SUMMABLE_BELOW, all_finite
+from anabranch.exchange.interface import Steps, record_stream
 from anabranch.exchange.residuals.bucket_states import BucketState, uniform_boundaries
 from anabranch.values.kinds.formats import CHUNK_NUMEL, Sizes, widest_numel
 from anabranch.values.kinds.options import OkTopk

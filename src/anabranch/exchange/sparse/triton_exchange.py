@@ -17,7 +17,7 @@ import torch
 import triton
 
 from anabranch.exchange.communicator import Communicator
-from anabranch.exchange.contracts import Steps, record_stream
+from anabranch.exchange.interface import Steps, record_stream
 from anabranch.exchange.residuals.bucket_states import BucketState
 from anabranch.exchange.sparse import kernels, packing, thresholds
 from anabranch.exchange.sparse.select import SUM_LIMIT, rebalance_regions, region_buffer, regions_due

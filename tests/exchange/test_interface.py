@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from anabranch.exchange.contracts import all_gather, issued, record_stream
+from anabranch.exchange.interface import all_gather, issued, record_stream
 from ranks import on_ranks
 
 

@@ -1,4 +1,4 @@
-"""The contract of an exchange: how the gradients of one bucket become their average on every rank.
+"""The interface of an exchange: how the gradients of one bucket become their average on every rank.
 
 An exchange is a generator. Each step issues one asynchronous operation and yields its work. The lane that runs the
 exchange makes sure that the work is done (Gloo), or ordered on the stream (NCCL), before it asks for the next step. So
