@@ -46,8 +46,6 @@ class CacheKey:
     versions   of the programs, not in the file's name: a new version replaces the file of an old one
     """
 
-    __pydantic_config__: ClassVar = STRICT
-
     model: str
     input: str
     training: tuple[str, ...]
@@ -80,8 +78,6 @@ class CachedChoice:
     date             of the search, such as "2026-11-16"
     parts            gradients that leave a compiled model together; None if its graphs were cut finely, or never
     """
-
-    __pydantic_config__: ClassVar = STRICT
 
     label: str
     step_s: float

@@ -1,4 +1,4 @@
-"""Checks that the four nouns share: finite times and sizes, and meta that any JSON reader understands."""
+"""Checks that values share: finite times and sizes, and meta that any JSON reader understands."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -11,7 +11,7 @@ Meta = Mapping[str, Scalar]
 MAX_SECONDS = 1e9  # sums of such numbers stay finite
 MAX_NBYTES = 1 << 53
 
-# How files.py validates the nouns: nothing unknown, nothing converted, nothing infinite.
+# How files.py validates a value and the dataclasses in it: nothing unknown, nothing converted, nothing infinite.
 STRICT = {"extra": "forbid", "strict": True, "allow_inf_nan": False}
 
 

@@ -5,9 +5,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from statistics import linear_regression
-from typing import ClassVar, NamedTuple, Self
+from typing import NamedTuple, Self
 
-from anabranch.values.checks import MAX_SECONDS, STRICT, check_nbytes, check_seconds
+from anabranch.values.checks import MAX_SECONDS, check_nbytes, check_seconds
 
 Points = Iterable[tuple[int, float] | tuple[int, float, float]]
 
@@ -23,8 +23,6 @@ class Segment(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class CurvePoint:
     """A message of ``nbytes`` took ``seconds`` (median), give or take ``spread_s`` (interquartile range)."""
-
-    __pydantic_config__: ClassVar = STRICT
 
     nbytes: int
     seconds: float
@@ -42,8 +40,6 @@ class Curve:
 
     Never falls: a longer message never costs less, which planners rely on.
     """
-
-    __pydantic_config__: ClassVar = STRICT
 
     points: tuple[CurvePoint, ...]
     tail_s_per_byte: float

@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass, replace
 from math import ceil, log2
-from typing import ClassVar, Literal, Self
+from typing import Literal, Self
 
-from anabranch.values.checks import STRICT, check_seconds
+from anabranch.values.checks import check_seconds
 
 Algorithm = Literal["ring", "tree", "halving_doubling"]
 
@@ -15,8 +15,6 @@ class AlphaBeta:
 
     alpha_s: latency per message hop; beta_s_per_byte: transfer; gamma_s_per_byte: adding two bytes' worth of numbers.
     """
-
-    __pydantic_config__: ClassVar = STRICT
 
     algorithm: Algorithm
     alpha_s: float
@@ -57,8 +55,6 @@ class TwoLevel:
     the nodes, all-gather inside. The shares of a node pass its one card together, so the card carries the whole
     message; the additions across nodes are spread over the node's ranks.
     """
-
-    __pydantic_config__: ClassVar = STRICT
 
     ranks_per_node: int
     inside: AlphaBeta

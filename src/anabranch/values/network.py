@@ -19,8 +19,6 @@ class Contention:
     takes by itself: k messages never exceed it together. Start-up costs overlap freely.
     """
 
-    __pydantic_config__: ClassVar = STRICT
-
     slowdowns: tuple[float, ...] = (1.0, 2.0)
     link_cap: float | None = None
 

@@ -18,8 +18,6 @@ MAX_LANES = 64  # each lane is a communicator: a plan that asks for more is a mi
 class Bucket:
     """Gradients that travel as one message of kind ``collective`` on ``lane``."""
 
-    __pydantic_config__: ClassVar = STRICT
-
     names: tuple[str, ...]
     lane: int = 0
     collective: str = "dense"

@@ -14,8 +14,6 @@ from anabranch.values.network import ALL_GATHER, REDUCE_SCATTER, Network
 class Block:
     """A module that may be sharded by itself: the bytes of its parameters and gradients, and how long it computes."""
 
-    __pydantic_config__: ClassVar = STRICT
-
     name: str
     nbytes: int
     gradient_nbytes: int
@@ -99,8 +97,6 @@ class Unit:
 
     ``reshard`` is FSDP2's ``reshard_after_forward``: parameters are freed after forward, and gathered again.
     """
-
-    __pydantic_config__: ClassVar = STRICT
 
     names: tuple[str, ...]
     reshard: bool = True

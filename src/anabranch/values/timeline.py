@@ -16,8 +16,6 @@ Interval = tuple[float, float]
 class Span:
     """Something that kept a track busy. Seconds count from the start of backward, so forward is negative."""
 
-    __pydantic_config__: ClassVar = STRICT
-
     track: str
     name: str
     start_s: float

@@ -17,8 +17,6 @@ class TensorSpec:
     ``itemsize`` alone. ``spread_s`` is the interquartile range of ``ready_s`` over the recorded steps.
     """
 
-    __pydantic_config__: ClassVar = STRICT
-
     name: str
     numel: int
     itemsize: int
