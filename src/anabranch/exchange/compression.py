@@ -23,7 +23,7 @@ Settings = Quantised | OkTopk | Auto | None  # the same, with names and lists sp
 
 
 def settings_of(compress: object) -> Settings:
-    """What ``DataParallel(compress=...)`` was given, spelt out; ValueError if it is nothing of that kind."""
+    """What ``DataParallel(compress=...)`` was given, spelt out; ValueError if it is none of these."""
     if compress is None or isinstance(compress, Quantised | OkTopk | Auto):
         return compress
     if isinstance(compress, list | tuple):

@@ -1,4 +1,4 @@
-"""Exchanges of buckets that no plan of ours made, all by one kind: DDP's own (comm hooks) or FSDP2's units."""
+"""Exchanges of buckets that were made elsewhere, all by one kind: DDP's own (comm hooks) or FSDP2's units."""
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence

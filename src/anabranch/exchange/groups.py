@@ -42,7 +42,9 @@ def clone_group(
             dist.new_group, timeout=timeout_of(group), backend=backend, pg_options=options, group_desc=description
         )
         new = [new_group(list(ranks)) for ranks in siblings] if siblings else [new_group()]
-        return next(one for one in new if isinstance(one, dist.ProcessGroup))  # those of other ranks are none here
+        return next(
+            one for one in new if isinstance(one, dist.ProcessGroup)
+        )  # for groups of other ranks torch returns a constant
     # All ranks are here once each has every rank's bytes, so that the limit for connecting can be short.
     name = f"anabranch/{from_all_ranks(uuid4().bytes, group)[0].hex()}"
     timeout = timeout_of(group) or c10d.default_pg_timeout

@@ -53,7 +53,7 @@ class Metrics:
     overlap         share of the communication time that was hidden; None if its buckets were never timed
     sent_nbytes     by this rank, computed from the plan and the sizes of messages, not counted on the wire; None if
     received_nbytes   an exchange does not know
-    density         share of all elements that was exchanged: 1 if all buckets are dense; None likewise
+    density         share of all elements that was exchanged: 1 if all buckets are dense; None if unknown
     plan            the first digits of the plan's fingerprint; None under DDP's own buckets
     stage           what the tuner was doing, as in the first line of ``explain()``
     grad_norm       the norm over all average gradients before clipping, under ``Lean(clip_norm=...)``; None elsewhere,

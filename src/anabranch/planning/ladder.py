@@ -9,7 +9,7 @@ with errors from ``fidelity.error_of``.
 The slack is ``FREE`` of the computing time C (forward and backward), times (C / best)²: 1 % of computing where the
 network is no limit, and less the longer the best step takes. So it grows with the rate of the network. Were it 1 % of C
 everywhere, or of the step, a slow network could afford what a faster one cannot, such as to wait for a large bucket,
-and the faster network would get the lossier plan. It still does now and then: docs/design.md has the counts.
+and the faster network would get the lossier plan. It still does now and then: docs/design/planning.md has the counts.
 
 It is a search for the shortest path with two costs. With r[i] the instant at which gradient i is ready, S[i] the bytes
 of the first i gradients, and T_k the cost of a message of kind k, a state (t, e) of i says that the first i gradients
@@ -29,7 +29,7 @@ too, and r[j] + D takes the place of r[j]. Kept are those that no other one beat
 and not exact.
 
 Gradients of several dtypes, or that may not use the same kinds, are planned apart, as if the others took no time; the
-simulator then tells by how much each must hurry. That is good, and not proven best.
+simulator then tells by how much earlier each must finish. That is good, and not proven best.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -57,7 +57,7 @@ MOST_STATES = 25_600  # for all gradients together
 FEW_STATES = 16  # for each gradient, in the quick search
 PRICES = 12, 24  # how many prices of a second are tried to find the range that matters, and within it
 ROUNDING = 1 + 1e-12
-HURRIES = 6  # attempts to make parts that were planned apart finish together in time
+MAX_ATTEMPTS = 6  # to make parts that were planned apart finish together in time
 
 
 def least_lossy(
@@ -412,7 +412,7 @@ def _arrangements(
 def _plan_in_time(trace: Trace, network: Network, parts: Sequence[_Part], limit_s: float) -> Plan | None:
     """The plan of parts that were each planned apart, if they can be made to finish in time together."""
     allowed_s = limit_s
-    for _ in range(HURRIES):
+    for _ in range(MAX_ATTEMPTS):
         plan = _joined(trace, [part.within(allowed_s) for part in parts])
         late_s = finish_s(trace, plan, network) - limit_s
         if late_s <= limit_s * (ROUNDING - 1):
@@ -422,7 +422,7 @@ def _plan_in_time(trace: Trace, network: Network, parts: Sequence[_Part], limit_
 
 
 def _joined(trace: Trace, parts: Sequence[Sequence[Choice]]) -> Plan:
-    """One plan of all choices, in the order in which they are complete."""
+    """One plan of the choices of all parts, launched in the order in which they are complete."""
     place = {tensor.name: index for index, tensor in enumerate(trace.tensors)}
     choices = sorted((choice for part in parts for choice in part), key=lambda choice: place[choice.tensors[-1].name])
     return Plan(tuple(Bucket(tuple(t.name for t in tensors), collective=kind) for tensors, kind in choices))

@@ -28,7 +28,7 @@ from anabranch.values.timeline import Timeline
 from anabranch.values.trace import Trace
 
 FACTORS = (0.8, 2.0)  # plausible changes of the cost per byte; outside this range something else was measured
-LARGE = 10  # a message that takes so many times its start-up costs what its bytes do
+LARGE = 10  # times the start-up: the cost of a message that takes longer is that of its bytes
 MAX_ETA = 1.5  # contention of simultaneous messages: at 1 they gain nothing, above they take longer than in turn
 DELAY_NOTE = "refined_delay_"  # and the kind: a key of a network's meta
 WAITING_NOTE = "refined_waiting"
@@ -117,10 +117,10 @@ def with_calibrated_costs(network: Network, trace: Trace, plan: Plan, took_s: Se
 
 
 def with_costs_bounded_by_end(network: Network, trace: Trace, plan: Plan, ended_s: float) -> Network:
-    """``network`` with messages so much cheaper that ``plan`` ends at ``ended_s``, if it would end later.
+    """``network`` with cheaper messages, so that ``plan`` ends at ``ended_s``; unchanged if it does not end later.
 
-    Messages are timed in a few steps, which timing makes slower than others. Unchanged if a plausible factor cannot
-    explain the difference: then it is computing that was faster than recorded. Kinds that were not tried get the
+    Messages are timed in a few steps, which timing makes slower than others. Also unchanged if no plausible factor
+    explains the difference: then it is computing that was faster than recorded. Kinds that were not tried get the
     factor, too: they got the costs of those steps.
     """
     used = dict.fromkeys(bucket.collective for bucket in plan.buckets)

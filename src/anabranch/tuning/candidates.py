@@ -96,7 +96,7 @@ class _Candidates:
     def _fastest_of_one_kind(self) -> Candidates:
         """Of the plans of one kind the one predicted to end first; of those that end with it, the most faithful.
 
-        None if no gradient may use any kind. Plans without a compressed bucket do not count.
+        Empty if no gradient may use any kind. Plans without a compressed bucket do not count.
         """
         plans = _with_compressed([found for kind in self.options.kinds for found in self._of_one_kind(kind)])
         ends_s = [self._predicted_s(plan) for _, plan in plans]

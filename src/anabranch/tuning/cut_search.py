@@ -55,7 +55,7 @@ class Graphs(Protocol):
         """All gradients came at the end of backward: remember why, or ``what`` if nobody knows, for explain()."""
 
     def lines(self) -> list[str]:
-        """For explain(): how graphs are cut, and what stands in the way."""
+        """For explain(): how graphs are cut, and what prevents finer cuts."""
 
 
 def parts_of(plan: Plan) -> Parts:

@@ -40,7 +40,7 @@ class Tuned:
     _collectives: Collectives | None = None  # also with one rank, which may continue from a checkpoint of several
     _scaler: Scaler | None = None
     _layout: Any = None  # a ``Layout``; each wrapper has its own class of it
-    _graph_cutter: Any  # ``Graphs``, likewise
+    _graph_cutter: Any  # a ``Graphs``; each wrapper has its own class of it
     module: Any
     process_group: dist.ProcessGroup
     _release: "weakref.finalize[..., Any]"
@@ -143,7 +143,7 @@ class Tuned:
         return self._tuner
 
     def comm_state_dict(self) -> dict[str, Any]:
-        """The state of this rank to save in a checkpoint beside the model: its residuals; {} where none are kept."""
+        """The state of this rank to save in a checkpoint with the model: its residuals; {} where none are kept."""
         if self._no_plan_reason == CLOSED:
             raise RuntimeError("this DataParallel was closed, and its residuals are gone: save them before close()")
         state = self._collectives.residuals.state_dict() if self._collectives is not None else {}

@@ -111,7 +111,7 @@ def _rounded(regions: torch.Tensor, form: BlockFormat, seed: int | None = None) 
     inverses = torch.where(wide > 0, 1.0 / wide, 0.0)
     bits = torch.where(finite, scales.view(torch.int16), NAN_BITS)  # torch makes NaNs of various bits
     scaled = torch.where(finite[:, :, None], blocks, 0.0) * inverses[:, :, None]
-    integers = torch.round(scaled) if seed is None else _by_chance(scaled, form.most, seed)
+    integers = torch.round(scaled) if seed is None else _rounded_at_random(scaled, form.most, seed)
     payload = _packed(integers.to(torch.int8).view(len(regions), -1), form)
     return torch.cat([payload, bits.view(torch.uint8)], dim=1)
 
@@ -144,7 +144,7 @@ def _scales(largest: torch.Tensor, form: BlockFormat) -> torch.Tensor:
     return (largest * (1.0 / form.most)).to(torch.bfloat16)
 
 
-def _by_chance(values: torch.Tensor, most: int, seed: int) -> torch.Tensor:
+def _rounded_at_random(values: torch.Tensor, most: int, seed: int) -> torch.Tensor:
     """The integer above or below each value: the one above with the probability of the fraction."""
     low = values.floor()
     return (low + (_uniform(values, seed) < values - low)).clamp(-most, most)  # 1 / scale may be a bit too large

@@ -314,7 +314,7 @@ def keep_rounding_error(
 
 @triton.jit(do_not_specialize=SIZES)
 def record_step(heads, sent, threshold_bias, offered, applied, rank, memory, ranks, row_words, rows: tl.constexpr):
-    """Record a finished step, as ``BucketState.record_step`` does."""
+    """Record a finished step, as ``thresholds.record_step`` does."""
     row = tl.arange(0, rows)
     inside = row < ranks
     at = row.to(tl.int64) * row_words
