@@ -137,12 +137,12 @@ class DataParallel(Tuned, ExtensibleDDP):
             replace(tuning, kinds=self._collectives.kinds).check_plan_fits(reduced_parameters(self), self._collectives)
 
     def _find_no_plan_reason(
-        self, given: Mapping[str, Any], tuning: TuningOptions, no_clone_reason: str, compressed: bool
+        self, given: Mapping[str, Any], tuning: TuningOptions, reason: str, compressed: bool
     ) -> str:
         """Why there is nothing to plan here; empty if there is, or if a checkpoint may hold residuals to send."""
         if _is_alone(self.process_group):
             return "there is one rank, so nothing to send"
-        if reason := no_clone_reason or tuning.no_plan_reason:
+        if reason := reason or tuning.no_plan_reason:
             return reason
         if tuning.profile_steps == 0 and tuning.plan is None and not compressed:
             return "profile_steps is 0"

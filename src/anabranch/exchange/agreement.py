@@ -91,22 +91,8 @@ def from_all_ranks(payload: bytes, *groups: Group) -> list[bytes]:
 
 @explained()
 def to_rank_0(payload: bytes, group: Group) -> list[bytes]:
-    """Every rank's payload, in rank order, on rank 0, which receives one at a time; an empty list on the others.
-
-    The group must send host memory.
-    """
-    if dist.get_rank(group) != 0:
-        dist.send(torch.tensor([len(payload)], dtype=torch.int64), group_dst=0, group=group)
-        dist.send(torch.frombuffer(bytearray(payload), dtype=torch.uint8), group_dst=0, group=group)
-        return []
-    payloads = [payload]
-    for other in range(1, dist.get_world_size(group)):
-        size = torch.zeros(1, dtype=torch.int64)
-        dist.recv(size, group_src=other, group=group)
-        content = torch.zeros(int(size.item()), dtype=torch.uint8)
-        dist.recv(content, group_src=other, group=group)
-        payloads.append(_bytes(content))
-    return payloads
+    """Every rank's payload, in rank order, on rank 0; an empty list on the others."""
+    return _from_group(payload, group, only_to_rank_0=True)
 
 
 @explained()
@@ -182,16 +168,23 @@ def agree_on(kind: type[AnyNoun], noun: AnyNoun | None, group: Group) -> AnyNoun
     return received
 
 
-def _from_group(payload: bytes, group: Group) -> list[bytes]:
-    """Every rank's payload along one group."""
+def _from_group(payload: bytes, group: Group, only_to_rank_0: bool = False) -> list[bytes]:
+    """Every rank's payload along one group; ``only_to_rank_0``: an empty list on the others."""
     device = wire_device(group)
     ranks = dist.get_world_size(group)
     sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(ranks)]
     dist.all_gather(sizes, torch.tensor([len(payload)], dtype=torch.int64, device=device), group=group)
     lengths = [int(size.item()) for size in sizes]
     longest = max(lengths)
+    own = _tensor(payload, longest, device)
+    if only_to_rank_0 and dist.get_rank(group) != 0:
+        dist.gather(own, group_dst=0, group=group)
+        return []
     parts = [torch.zeros(longest, dtype=torch.uint8, device=device) for _ in range(ranks)]
-    dist.all_gather(parts, _tensor(payload, longest, device), group=group)
+    if only_to_rank_0:
+        dist.gather(own, parts, group_dst=0, group=group)
+    else:
+        dist.all_gather(parts, own, group=group)
     return [_bytes(part)[:length] for part, length in zip(parts, lengths, strict=True)]
 
 

@@ -178,7 +178,7 @@ def perfetto_document(
     for recording, alignment in zip(recordings[1:], alignments[1:], strict=True):
         errors_s.append(alignment.error_s + recording["anchor_error_s"] + recordings[0]["anchor_error_s"])
     origin_s = min(
-        alignment.to_rank_0_time(_first_s(step))
+        alignment.to_rank_0_time(_first_event_s(step))
         for recording, alignment in zip(recordings, alignments, strict=True)
         for step in recording["steps"]
     )
@@ -203,18 +203,18 @@ def _rank_events(
     rank: int, steps: Sequence[Mapping[str, Any]], error_s: float, ns: Nanoseconds
 ) -> Iterator[TraceEvent]:
     clock = "reference clock" if rank == 0 else f"clock within ±{error_s * 1e6:.1f} µs of rank 0's"
-    yield _meta(rank, 0, "process_name", name=f"rank {rank} ({clock})")
-    yield _meta(rank, 0, "process_sort_index", sort_index=rank)
+    yield _meta_event(rank, 0, "process_name", name=f"rank {rank} ({clock})")
+    yield _meta_event(rank, 0, "process_sort_index", sort_index=rank)
     lanes = sorted({bucket["lane"] for step in steps for bucket in step["buckets"]})
     tracks = {"compute": COMPUTE, "gradients ready": GRADIENTS, **{f"lane {n}": FIRST_LANE + n for n in lanes}}
     for name, track in tracks.items():
-        yield _meta(rank, track, "thread_name", name=name)
-        yield _meta(rank, track, "thread_sort_index", sort_index=track)
+        yield _meta_event(rank, track, "thread_name", name=name)
+        yield _meta_event(rank, track, "thread_sort_index", sort_index=track)
     for step in steps:
         yield from _step_events(rank, step, ns)
 
 
-def _first_s(step: Mapping[str, Any]) -> float:
+def _first_event_s(step: Mapping[str, Any]) -> float:
     return float(min([*step["edges_s"], *step["ready_s"].values(), *(b["launched_s"] for b in step["buckets"])]))
 
 
@@ -222,7 +222,7 @@ def _step_events(rank: int, step: Mapping[str, Any], ns: Nanoseconds) -> Iterato
     number = {"step": step["step"]}
     for name, (start_ns, end_ns) in zip(PARTS, pairwise(map(ns, step["edges_s"])), strict=True):
         if end_ns > start_ns or name != PARTS[-1]:
-            yield _slice(rank, COMPUTE, name, "compute", start_ns, end_ns, {**number, "plan": step["plan"]})
+            yield _slice_event(rank, COMPUTE, name, "compute", start_ns, end_ns, {**number, "plan": step["plan"]})
     for name, ready_s in step["ready_s"].items():
         instant = {"ph": "i", "s": "t", "pid": rank, "tid": GRADIENTS}
         yield {**instant, "name": name, "cat": "gradient", "ts": ns(ready_s) / 1e3, "args": number}
@@ -231,10 +231,10 @@ def _step_events(rank: int, step: Mapping[str, Any], ns: Nanoseconds) -> Iterato
         args = {**number, "tensors": bucket["names"], "nbytes": bucket["nbytes"], "collective": bucket["collective"]}
         args["launched_us"] = ns(bucket["launched_s"]) / 1e3
         track = FIRST_LANE + bucket["lane"]
-        yield _slice(rank, track, name, "communication", ns(bucket["begin_s"]), ns(bucket["end_s"]), args)
+        yield _slice_event(rank, track, name, "communication", ns(bucket["begin_s"]), ns(bucket["end_s"]), args)
 
 
-def _slice(
+def _slice_event(
     rank: int, track: int, name: str, category: str, start_ns: int, end_ns: int, args: Mapping[str, Any]
 ) -> TraceEvent:
     return {
@@ -243,5 +243,5 @@ def _slice(
     }  # fmt: skip
 
 
-def _meta(rank: int, track: int, kind: str, **args: object) -> TraceEvent:
+def _meta_event(rank: int, track: int, kind: str, **args: object) -> TraceEvent:
     return {"ph": "M", "pid": rank, "tid": track, "ts": 0, "name": kind, "args": args}

@@ -1,11 +1,13 @@
 """Planners that use sizes only, not times: what frameworks do today, and the two extremes."""
 
-from collections.abc import Sequence
-from typing import Literal
+from collections.abc import Callable, Iterable, Sequence
+from typing import Literal, TypeVar
 
 from anabranch.values.network import Network
 from anabranch.values.plan import Plan
 from anabranch.values.trace import TensorSpec, Trace
+
+T = TypeVar("T")
 
 MIB = 1 << 20
 DDP_FIRST_NBYTES = 1 * MIB
@@ -47,7 +49,7 @@ def by_bytes(
         raise ValueError(f"closes is {closes!r}: expected 'reached' or 'before'")
     parts: list[Sequence[TensorSpec]] = []
     for tensors in trace.by_kind():
-        parts += filled(tensors, first_nbytes, cap_nbytes, closes == "reached")
+        parts += filled(tensors, lambda tensor: tensor.nbytes, first_nbytes, cap_nbytes, closes == "reached")
     return in_ready_order(trace, parts)
 
 
@@ -57,19 +59,21 @@ def in_ready_order(trace: Trace, parts: Sequence[Sequence[TensorSpec]], lanes: i
     return Plan.of_runs(sorted(parts, key=lambda part: place[part[-1].name]), lanes)
 
 
-def filled(tensors: Sequence[TensorSpec], first: int, cap: int, reached: bool) -> list[Sequence[TensorSpec]]:
-    """Consecutive tensors in parts of about ``cap`` bytes, the first of about ``first``.
+def filled(
+    items: Iterable[T], nbytes_of: Callable[[T], int], first: float, cap: float, reached: bool
+) -> list[Sequence[T]]:
+    """Consecutive items in parts of about ``cap`` bytes, the first of about ``first``.
 
-    ``reached``: a part is closed once it has that many; else before a tensor with which it would have more.
+    ``reached``: a part is closed once it has that many; else before an item with which it would have more.
     """
-    parts: list[list[TensorSpec]] = []
+    parts: list[list[T]] = []
     nbytes = 0
-    for tensor in tensors:
+    for item in items:
         limit = first if len(parts) <= 1 else cap
-        is_full = nbytes >= limit if reached else nbytes + tensor.nbytes > limit
+        is_full = nbytes >= limit if reached else nbytes + nbytes_of(item) > limit
         if is_full or not parts:
             parts.append([])
             nbytes = 0
-        parts[-1].append(tensor)
-        nbytes += tensor.nbytes
+        parts[-1].append(item)
+        nbytes += nbytes_of(item)
     return list(parts)

@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
+from anabranch.planning.by_size import filled
 from anabranch.values.kinds.fidelity import LEAST
 from anabranch.values.kinds.formats import CHUNK_NUMEL, FORMATS, STORED, Sizes, widest_numel
 from anabranch.values.kinds.names import AUTO, DENSE, OKTOPK
@@ -151,16 +152,12 @@ def buckets_by_size(
     profile: StepProfile, cap_nbytes: int, compresses: Callable[[ReadyGradient], bool]
 ) -> list[BucketSize]:
     """Return buckets of about ``cap_nbytes`` in the order of backward; those that cannot be compressed are separate."""
-    found: list[BucketSize] = []
-    open_buckets: dict[bool, list[int]] = {True: [], False: []}  # by whether they are compressed
-    for index, gradient in enumerate(profile.gradients):
-        compressed = compresses(gradient)
-        indices = open_buckets[compressed]
-        indices.append(index)
-        if sum(profile.gradients[i].nbytes for i in indices) >= cap_nbytes:
-            found.append(_bucket(profile, indices, compressed))
-            open_buckets[compressed] = []
-    return found + [_bucket(profile, indices, compressed) for compressed, indices in open_buckets.items() if indices]
+    gradients, found = profile.gradients, []
+    for compressed in (True, False):
+        indices = [index for index, gradient in enumerate(gradients) if compresses(gradient) == compressed]
+        parts = filled(indices, lambda index: gradients[index].nbytes, cap_nbytes, cap_nbytes, reached=True)
+        found += [_bucket(profile, part, compressed) for part in parts]
+    return sorted(found, key=lambda bucket: bucket.last_index)
 
 
 def _bucket(profile: StepProfile, indices: Sequence[int], compressed: bool) -> BucketSize:

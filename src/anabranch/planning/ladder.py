@@ -73,7 +73,7 @@ def least_lossy(
     forbidden = {kind: frozenset(names) for kind, names in (excluded or {}).items() if kind in errors}
     computing_s = trace.forward_s + trace.backward_s
     arrangements = _arrangements(trace, network, errors, forbidden, MERGED * computing_s)
-    fastest = [_joined(trace, [part.within(0.0, quick=True) for part in parts]) for parts in arrangements]
+    fastest = [_plan_of_choices(trace, [part.within(0.0, quick=True) for part in parts]) for parts in arrangements]
     for kind in errors:
         if not forbidden.get(kind):
             fastest.append(optimal(trace, network, collective=kind))
@@ -380,7 +380,7 @@ def _gradient_groups(tensors: Sequence[TensorSpec]) -> list[Sequence[TensorSpec]
         return [[tensor] for tensor in tensors]
     # A group is closed when it has its share, or before a gradient that has one by itself: at most two for each share.
     share = -(-2 * sum(tensor.nbytes for tensor in tensors) // MOST_GRADIENTS)
-    return filled(tensors, share, share, reached=False)
+    return filled(tensors, lambda tensor: tensor.nbytes, share, share, reached=False)
 
 
 def _arrangements(
@@ -413,7 +413,7 @@ def _plan_in_time(trace: Trace, network: Network, parts: Sequence[_Part], limit_
     """The plan of parts that were each planned apart, if they can be made to finish in time together."""
     allowed_s = limit_s
     for _ in range(MAX_ATTEMPTS):
-        plan = _joined(trace, [part.within(allowed_s) for part in parts])
+        plan = _plan_of_choices(trace, [part.within(allowed_s) for part in parts])
         late_s = finish_s(trace, plan, network) - limit_s
         if late_s <= limit_s * (ROUNDING - 1):
             return plan
@@ -421,7 +421,7 @@ def _plan_in_time(trace: Trace, network: Network, parts: Sequence[_Part], limit_
     return None
 
 
-def _joined(trace: Trace, parts: Sequence[Sequence[Choice]]) -> Plan:
+def _plan_of_choices(trace: Trace, parts: Sequence[Sequence[Choice]]) -> Plan:
     """One plan of the choices of all parts, launched in the order in which they are complete."""
     place = {tensor.name: index for index, tensor in enumerate(trace.tensors)}
     choices = sorted((choice for part in parts for choice in part), key=lambda choice: place[choice.tensors[-1].name])

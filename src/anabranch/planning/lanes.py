@@ -159,18 +159,10 @@ class LaneSearch:
 
     def polish(self, trials: int, lanes: int) -> None:
         """Try small changes of the best layout, starting over from every improvement, at most ``trials`` in all."""
-        improved = True
-        while improved and trials > 0:
-            improved = False
-            for layout in self._neighbours(self.best, lanes):
-                if layout in self._seen:
-                    continue
-                trials -= 1
-                if self.offer(layout):
-                    improved = True
-                    break
-                if trials <= 0:
-                    break
+        left, improved = iter(range(trials)), True
+        while improved:
+            unseen = (layout for layout in self._neighbours(self.best, lanes) if layout not in self._seen)
+            improved = any(self.offer(layout) for _, layout in zip(left, unseen, strict=False))
 
     def _neighbours(self, layout: LaneLayout, lanes: int) -> Iterator[LaneLayout]:
         """Late buckets first, since what is sent last is what is exposed."""

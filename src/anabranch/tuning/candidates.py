@@ -32,12 +32,12 @@ Candidates = list[tuple[str, Plan]]  # with labels
 
 def candidates(options: TuningOptions, trace: Trace, network: Network) -> Candidates:
     """Labelled plans to try: the planner's, and one on several lanes if that is predicted to gain enough."""
-    found = _Candidates(options, trace, network).found()
-    return [(label + _calibrations(plan, network), plan.check(trace)) for label, plan in found]
+    found = _CandidatePlanner(options, trace, network).found()
+    return [(label + _calibration_suffix(plan, network), plan.check(trace)) for label, plan in found]
 
 
 @dataclass(frozen=True, slots=True)
-class _Candidates:
+class _CandidatePlanner:
     options: TuningOptions
     trace: Trace
     network: Network
@@ -108,8 +108,7 @@ class _Candidates:
     def _with_dense(self, plan: Plan, kind: str) -> Plan:
         """The plan, with buckets of gradients that must not use this kind sent dense; a bucket has one dtype."""
         names = self._excluded(kind)
-        dense = (replace(bucket, collective=DENSE) for bucket in plan.buckets)
-        return Plan(tuple(b if names.isdisjoint(b.names) else d for b, d in zip(plan.buckets, dense, strict=True)))
+        return Plan(tuple(b if names.isdisjoint(b.names) else replace(b, collective=DENSE) for b in plan.buckets))
 
     def _excluded(self, kind: str) -> frozenset[str]:
         return self.options.excluded.get(kind, frozenset())
@@ -123,7 +122,7 @@ def _with_compressed(plans: Candidates) -> Candidates:
     return [(label, plan) for label, plan in plans if any(is_compressed(bucket.collective) for bucket in plan.buckets)]
 
 
-def _calibrations(plan: Plan, network: Network) -> str:
+def _calibration_suffix(plan: Plan, network: Network) -> str:
     """Label suffix: how often the costs that this plan uses were calibrated by live steps."""
     if plan.lanes > 1 and "refined_contention" in network.meta:
         return ", refined twice"

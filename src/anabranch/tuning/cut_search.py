@@ -13,6 +13,7 @@ from math import inf
 from typing import Protocol
 
 from anabranch import planning as planners
+from anabranch.planning.by_size import filled
 from anabranch.planning.simulator import messages, schedule
 from anabranch.tuning.options import TuningPolicy
 from anabranch.tuning.trial import Trial, as_recorded, predicted_s
@@ -153,15 +154,8 @@ def _merged_to_about(count: int, trace: Trace, parts: Parts) -> Parts:
         return parts
     sizes = {tensor.name: tensor.nbytes for tensor in trace.tensors}
     share = trace.nbytes / count
-    merged: list[list[str]] = []
-    nbytes = share  # of the last one: the first part begins a new one
-    for names in parts:
-        if nbytes >= share:
-            merged.append([])
-            nbytes = 0
-        merged[-1] += names
-        nbytes += sum(sizes[name] for name in names)
-    return merged
+    groups = filled(parts, lambda names: sum(sizes[name] for name in names), share, share, reached=True)
+    return [[name for names in group for name in names] for group in groups]
 
 
 @dataclass(frozen=True, slots=True)

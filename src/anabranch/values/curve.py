@@ -49,7 +49,7 @@ class Curve:
         check_seconds("tail_s_per_byte", self.tail_s_per_byte)
         if not self.points:
             raise ValueError("a curve has no points: expected at least one")
-        for low, high in zip(self.points, self.points[1:], strict=False):
+        for low, high in pairwise(self.points):
             if high.nbytes <= low.nbytes:
                 raise ValueError(f"a curve goes from {low.nbytes} to {high.nbytes} bytes: expected rising sizes")
             if high.seconds < low.seconds:
@@ -73,10 +73,8 @@ class Curve:
         measured = sorted((CurvePoint(*point) for point in points), key=lambda point: point.nbytes)
         if len(measured) < 2:
             raise ValueError(f"a measured curve has {len(measured)} points: expected at least two")
-        sizes = [point.nbytes for point in measured]
-        if len(set(sizes)) < len(sizes):
-            twice = next(low for low, high in pairwise(sizes) if low == high)
-            raise ValueError(f"{twice} bytes were measured twice: give one point per size")
+        if twice := [low.nbytes for low, high in pairwise(measured) if low.nbytes == high.nbytes]:
+            raise ValueError(f"{twice[0]} bytes were measured twice: give one point per size")
         smooth = _never_falling(measured)
         rise_s = smooth[-1].seconds - smooth[-2].seconds
         return cls(smooth, rise_s / (smooth[-1].nbytes - smooth[-2].nbytes))

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import ClassVar, Self
 
 from anabranch.values.checks import NO_META, STRICT, Meta, ReadOnly, check_positive, check_seconds, frozen_meta
@@ -26,7 +27,7 @@ class Contention:
         object.__setattr__(self, "slowdowns", tuple(self.slowdowns))
         if not self.slowdowns or self.slowdowns[0] != 1:
             raise ValueError(f"slowdowns are {self.slowdowns}: the first must be 1, a message by itself")
-        for before, after in zip(self.slowdowns, self.slowdowns[1:], strict=False):
+        for before, after in pairwise(self.slowdowns):
             check_positive("a slowdown", after)
             if after < before:
                 raise ValueError(f"slowdowns fall from {before} to {after}: more messages are never faster each")

@@ -105,8 +105,8 @@ class Plan:
             for name in bucket.names:
                 if kinds[name] != kinds[bucket.names[0]]:
                     raise PlanError(
-                        f"one bucket holds {bucket.names[0]} of {_kind(kinds[bucket.names[0]])} and {name} of "
-                        f"{_kind(kinds[name])}: a message has one dtype; split the bucket"
+                        f"one bucket holds {bucket.names[0]} of {_dtype(kinds[bucket.names[0]])} and {name} of "
+                        f"{_dtype(kinds[name])}: a message has one dtype; split the bucket"
                     )
         return self
 
@@ -126,5 +126,5 @@ def _some(names: Sequence[str]) -> str:
     return ", ".join(names[:3]) + more
 
 
-def _kind(kind: tuple[str, int]) -> str:
+def _dtype(kind: tuple[str, int]) -> str:
     return kind[0] or f"{kind[1]}-byte elements"

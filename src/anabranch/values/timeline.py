@@ -71,12 +71,12 @@ class Timeline:
     @property
     def communication_s(self) -> float:
         """Time during which at least one lane was busy."""
-        return _measure(union(self.communication))
+        return _total_s(union(self.communication))
 
     @property
     def exposed_s(self) -> float:
         """Time during which a lane was busy and nothing was computed: communication that nothing hid."""
-        exposed_s = _measure(union(self.spans)) - _measure(union(self.compute))
+        exposed_s = _total_s(union(self.spans)) - _total_s(union(self.compute))
         return min(max(0.0, exposed_s), self.communication_s)  # the difference is rounded
 
     @property
@@ -112,5 +112,5 @@ def union(spans: Iterable[Span]) -> list[Interval]:
     return merged
 
 
-def _measure(intervals: Iterable[Interval]) -> float:
+def _total_s(intervals: Iterable[Interval]) -> float:
     return sum(end - start for start, end in intervals)

@@ -231,7 +231,7 @@ class BucketStates:
         if len(set(key)) != len(key) or len(key) != len(sizes):
             raise ValueError(f"a bucket needs distinct parameter names with one size each: found {key} with {sizes}")
         self._dissolve(key)
-        self._buckets[key] = self._built(key, sizes)
+        self._buckets[key] = self._new_bucket(key, sizes)
         return self._buckets[key]
 
     def keep_buckets_of(self, names: Collection[str]) -> None:
@@ -323,7 +323,7 @@ class BucketStates:
             "step": max([self._step, *(state.step for state in self._buckets.values())]),
             "scale": self.scale,
             "residuals": {name: piece for name, piece in residuals.items() if piece.any()},
-            "buckets": [_settings(state) for state in self._buckets.values() if not state.fresh],
+            "buckets": [_checkpoint_settings(state) for state in self._buckets.values() if not state.fresh],
             "velocities": {name: piece.clone() for name, piece in self.all_velocities().items()},
         }
 
@@ -338,7 +338,7 @@ class BucketStates:
         if not states:
             self.loaded = ["nothing"]
             return
-        mine, same = self._own(states)
+        mine, same = self._own_states(states)
         self.loaded = common_lines(states[0])
         self.clear()
         for state in mine:
@@ -358,7 +358,7 @@ class BucketStates:
                 self.world_size,
             )
 
-    def _own(self, states: Sequence[Mapping[str, Any]]) -> tuple[list[Mapping[str, Any]], bool]:
+    def _own_states(self, states: Sequence[Mapping[str, Any]]) -> tuple[list[Mapping[str, Any]], bool]:
         """The states that become this rank's, and whether the world size is the old one."""
         old = {state["rank"]: state for state in states}
         if len(old) < len(states):
@@ -391,15 +391,15 @@ class BucketStates:
                 self.velocities.update(state.pieces(state.velocity))
             record_stream(state.residual, *([] if state.packed is None else [state.packed.message]))
 
-    def _built(self, names: tuple[str, ...], numels: tuple[int, ...]) -> BucketState:
+    def _new_bucket(self, names: tuple[str, ...], numels: tuple[int, ...]) -> BucketState:
         form, numel = self._form, sum(numels)
         packed = None if form is None else PackedResidual.zeros(numel, form, self.rank, self.device)
-        known = self._joined(self.unbucketed, names, numels)
+        known = self._joined_pieces(self.unbucketed, names, numels)
         residual = known
         if residual is None:
             residual = torch.zeros(numel if packed is None else 0, dtype=torch.float32, device=self.device)
         state = BucketState.of(residual, self.world_size, names, numels)
-        state.step, state.velocity = self._step, self._joined(self.velocities, names, numels)
+        state.step, state.velocity = self._step, self._joined_pieces(self.velocities, names, numels)
         if (settings := self._settings.pop(names, None)) is not None:
             state.threshold_bias.fill_(settings["tilt"])
             state.boundaries.copy_(torch.tensor(settings["boundaries"], dtype=torch.int64))
@@ -411,7 +411,7 @@ class BucketStates:
                 state.pack()
         return state
 
-    def _joined(
+    def _joined_pieces(
         self, pieces: dict[str, torch.Tensor], names: Sequence[str], numels: Sequence[int]
     ) -> torch.Tensor | None:
         """Take the pieces of these parameters, and return them as one tensor, 0 where none is; None if none is."""
@@ -437,7 +437,7 @@ def common_lines(state: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def _settings(state: BucketState) -> dict[str, Any]:
+def _checkpoint_settings(state: BucketState) -> dict[str, Any]:
     return {
         "names": list(state.names),
         "tilt": state.threshold_bias.item(),

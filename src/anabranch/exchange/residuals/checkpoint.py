@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from anabranch.exchange.dense import SUMMABLE_BELOW, all_finite
+from anabranch.values.files import brief
 from anabranch.values.kinds.formats import widest_numel
 
 VERSION = 1
@@ -127,9 +128,3 @@ def _whole(field: str, value: Any, least: int, most: int = MAX_COUNT) -> int:
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < MAX_COUNT and isfinite(value)
-
-
-def brief(value: object) -> str:
-    """A value as text of at most 80 characters."""
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."

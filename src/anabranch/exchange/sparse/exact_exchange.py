@@ -55,9 +55,10 @@ def exact_exchange(
     comm: Communicator,
     divisor: float,
     density: float,
-    options: OkTopk,
+    options: OkTopk | None = None,
 ) -> Steps:
     """``oktopk.exchange`` at this density. The host learns the counts in every step."""
+    options = options or OkTopk()
     sizes = Sizes.of(len(gradient), comm.size, density, options)
     residual = state.residual
     exact = (state.fresh or state.step % options.threshold_period == 0) and not sizes.selects_all

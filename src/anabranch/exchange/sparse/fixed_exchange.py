@@ -23,9 +23,10 @@ def fixed_exchange(
     comm: Communicator,
     divisor: float,
     density: float,
-    options: OkTopk,
+    options: OkTopk | None = None,
 ) -> Steps:
     """``oktopk.exchange`` at this density, in one all-to-all and one all-gather of sizes known beforehand."""
+    options = options or OkTopk()
     sizes = Sizes.of(len(gradient), comm.size, density, options)
     encoding = sizes.encoding
     residual, boundaries, local = state.residual, state.boundaries, state.local_threshold

@@ -24,8 +24,6 @@ class ScalePoint:
     of the plan (``fidelity.error_of_plan``); None where there is no plan of buckets, and in older files.
     """
 
-    __pydantic_config__: ClassVar = STRICT
-
     network: str
     planner: str
     world_size: int
@@ -78,8 +76,6 @@ class Strategy:
     ``batch`` is per rank (weak scaling) or global (strong).
     """
 
-    __pydantic_config__: ClassVar = STRICT
-
     name: str
     kind: Kind
     batch: int | None = None
@@ -100,8 +96,6 @@ class Strategy:
 @dataclass(frozen=True, slots=True)
 class NetworkUsed:
     """A network by name: the source of its costs, its band, and how its costs at other world sizes were derived."""
-
-    __pydantic_config__: ClassVar = STRICT
 
     name: str
     source: str
