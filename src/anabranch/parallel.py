@@ -284,7 +284,7 @@ def _velocities(model: DataParallel | None) -> list[nn.Parameter]:
         return []
     sends_velocities = tuner.collectives.residuals.sends_velocities
     names = [name for bucket in plan.buckets if sends_velocities(bucket.collective) for name in bucket.names]
-    return [parameter for name in names if (parameter := tuner.runner.parameters.get(name)) is not None]
+    return [tuner.runner.parameters[name] for name in names]
 
 
 def _is_alone(group: dist.ProcessGroup) -> bool:

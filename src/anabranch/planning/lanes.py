@@ -116,19 +116,13 @@ class LaneSearch:
         self._ready_s = [[t.ready_s for t in part] for part in parts]
         self._total = [list(accumulate((t.cost_nbytes(collective) for t in part), initial=0)) for part in parts]
         self._seen: set[LaneLayout] = set()
-        self._best: tuple[tuple[float, int, int], LaneLayout] | None = None
+        self.best: LaneLayout = ()  # empty before the first offer
+        self._best_score = (inf, 0, 0)
 
     def layout(self, plan: Plan) -> LaneLayout:
         """A plan, whose buckets are consecutive within each dtype, in numbers."""
         firsts = [(*self._where[bucket.names[0]], bucket) for bucket in plan.buckets]
         return tuple(Run(kind, low, low + len(bucket.names), bucket.lane) for kind, low, bucket in firsts)
-
-    @property
-    def best(self) -> LaneLayout:
-        """The best layout so far."""
-        if self._best is None:
-            raise ValueError("nothing was offered to the search yet")
-        return self._best[1]
 
     def offer(self, layout: LaneLayout) -> bool:
         """Simulate a layout; true if it is the best so far."""
@@ -138,7 +132,7 @@ class LaneSearch:
         queue: list[SimulatedMessage] = []
         # A lower bound first: no message ends before it is ready and has travelled by itself. The last message is the
         # likeliest to be too late, so most layouts are rejected after a few messages. The margin is for rounding.
-        too_late_s = inf if self._best is None else self._best[0][0] * (1 + 1e-12)
+        too_late_s = self._best_score[0] * (1 + 1e-12)
         start_s = self._curve.start_s
         launched = len(layout)
         for kind, low, high, lane in reversed(layout):
@@ -152,9 +146,9 @@ class LaneSearch:
         computed_s = self._backward_s + len(queue) * self._delay_s
         finish_s = max(computed_s, *(end_s for _, end_s in schedule(queue, self._contention)))
         score = (finish_s, len({run.lane for run in layout}), len(layout))
-        if self._best is not None and score >= self._best[0]:
+        if score >= self._best_score:
             return False
-        self._best = (score, layout)
+        self.best, self._best_score = layout, score
         return True
 
     def polish(self, trials: int, lanes: int) -> None:

@@ -73,11 +73,7 @@ class TrainingCache:
     @property
     def newest_fits(self) -> bool:
         """Whether the newest choice, if there was one, is for the batch of this rank's first forward."""
-        return self._newest_input in (None, self._input_line)
-
-    @property
-    def _input_line(self) -> str:
-        return f"input {self._input}"
+        return self._newest_input in (None, f"input {self._input}")
 
     def read(self, control: Group, max_lanes: int, any_input: bool = False) -> CachedChoice | None:
         """Rank 0's cached choice, on every rank, or None on all of them. Collective on ``control``, after a forward.
@@ -113,7 +109,7 @@ class TrainingCache:
         device = next(iter(self._parameters.values())).device
         self._hardware = self._hardware or hardware_lines(device, control)
         training = (*self._training_lines, *self._hardware, *self._settings, *self._model_lines)
-        return CacheKey(self._module_name, self._input_line, training, tuple(version_lines(device)))
+        return CacheKey(self._module_name, f"input {self._input}", training, tuple(version_lines(device)))
 
     def write(
         self,
