@@ -29,7 +29,7 @@ from anabranch.exchange.dense import DenseExchanges, dense
 from anabranch.exchange.residuals.bucket_states import BucketStates
 from anabranch.parallel import DataParallel
 from anabranch.tools.bench.contestants import DDP_OPTIONS, PLAN_WARMUP_STEPS, Contestant
-from anabranch.tools.bench.run import Settings, run
+from anabranch.tools.bench.benchmark import Settings, run_benchmark
 from anabranch.tools.bench.workload import Workload, replay_workload, zoo_workload
 from anabranch.tools.bench.zoo import Step
 from anabranch.tools.cli import arguments
@@ -78,7 +78,7 @@ def main() -> None:
     workload = _workload(given.model, given.trace, device)
     settings = Settings(iters=given.iters, batches=given.batches, compress=given.compress, only=given.only)
     leads = dist.get_rank() == 0
-    found = run(workload, settings, _say if leads else lambda _: None, partial(sparse_rivals, asked=asked))
+    found = run_benchmark(workload, settings, _say if leads else lambda _: None, partial(sparse_rivals, asked=asked))
     if leads:
         text = markdown("Rivals of Ok-Topk", [found])
         if given.report is None:

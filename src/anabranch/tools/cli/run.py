@@ -96,7 +96,7 @@ def run(
     given = {name: value for name, value in given.items() if value is not None}
     arguments = [text for name, value in given.items() for text in (f"--{name}", str(value))]
     if compress is not None:
-        from anabranch.tools.bench.compress import compression
+        from anabranch.tools.bench.compress_option import compression
         from anabranch.values.kinds.options import OkTopk
 
         given["compress"] = compression(compress, OkTopk())

@@ -17,7 +17,7 @@ from anabranch.tools.bench.compiled import (
     compiled_step,
     start_compiler,
 )
-from anabranch.tools.bench.compress import compression
+from anabranch.tools.bench.compress_option import compression
 from anabranch.tools.bench.contestants import (
     DDP_OPTIONS,
     Contestant,
@@ -93,7 +93,7 @@ class TunedModel:
 MoreContestants = Callable[[nn.Module, Step, Trace, Network, Sequence[Plan]], Sequence[Contestant]]
 
 
-def run(workload: Workload, settings: Settings, say: Say, more: MoreContestants = lambda *_: ()) -> Benchmark:
+def run_benchmark(workload: Workload, settings: Settings, say: Say, more: MoreContestants = lambda *_: ()) -> Benchmark:
     """Let DataParallel tune itself, then race all contestants. Collective; ``say`` gets a line of progress at times."""
     if dist.get_world_size() == 1:
         raise AnabranchError("there is one rank, so nothing to send and nothing to compare: run at least two")
