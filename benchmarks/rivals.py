@@ -28,8 +28,8 @@ from anabranch.exchange.contracts import Collective, ExchangeFamily, Group, Step
 from anabranch.exchange.dense import DenseExchanges, dense
 from anabranch.exchange.residuals.bucket_states import BucketStates
 from anabranch.parallel import DataParallel
-from anabranch.tools.bench.contestants import DDP_OPTIONS, PLAN_WARMUP_STEPS, Contestant
 from anabranch.tools.bench.benchmark import Settings, run_benchmark
+from anabranch.tools.bench.contestants import DDP_OPTIONS, PLAN_WARMUP_STEPS, Contestant
 from anabranch.tools.bench.workload import Workload, replay_workload, zoo_workload
 from anabranch.tools.bench.zoo import Step
 from anabranch.tools.cli import arguments

@@ -11,8 +11,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from anabranch.tools.bench import compiled as compiled_bench
-from anabranch.tools.bench.compiled import CountingBackend, compiled_references, compiled_step, start_compiler
 from anabranch.tools.bench.benchmark import Settings, run_benchmark
+from anabranch.tools.bench.compiled import CountingBackend, compiled_references, compiled_step, start_compiler
 from anabranch.tools.bench.workload import Workload
 from anabranch.tools.bench.zoo import Step
 from anabranch.tools.report.documents import BASELINE, COMPUTE, OURS

@@ -77,8 +77,8 @@ def bench(
         raise AnabranchError(f"bench runs on ranks, and this is none (RANK is not set): {HOW}")
     _check_report(report, force)
     traces = [(text, arguments.trace(text)) for text in trace or ()]
-    from anabranch.tools.bench.compress_option import compression
     from anabranch.tools.bench.benchmark import Settings
+    from anabranch.tools.bench.compress_option import compression
     from anabranch.tools.bench.workload import replay_workload, zoo_workload
 
     kinds, shardings = list(dict.fromkeys(compress or ())), list(dict.fromkeys(sharded or ()))
