@@ -61,7 +61,7 @@ def reference_contestants(model: nn.Module, step: Step, device: torch.device) ->
     numel = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters()) // 4
     return [
         Contestant.ready(COMPUTE, partial(step, model)),
-        Contestant(ALL_REDUCE, lambda: _one_all_reduce(numel, device)),
+        Contestant(ALL_REDUCE, lambda: nullcontext(partial(dist.all_reduce, torch.zeros(numel, device=device)))),
     ]
 
 
@@ -136,9 +136,3 @@ def _planned(model: nn.Module, step: Step, plan: Plan) -> Iterator[Callable[[], 
 def _power_sgd() -> tuple[Any, Callable[..., Any]]:
     state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=4, start_powerSGD_iter=POWER_SGD_START)
     return state, powerSGD_hook.powerSGD_hook
-
-
-@contextmanager
-def _one_all_reduce(numel: int, device: torch.device) -> Iterator[Callable[[], None]]:
-    buffer = torch.zeros(numel, device=device)
-    yield lambda: dist.all_reduce(buffer)
