@@ -115,7 +115,8 @@ def _run(workloads: "Sequence[Workload]", settings: "Settings", report: Path | N
     for workload in workloads:
         results.append(run_benchmark(workload, settings, _say if leads else lambda _: None))
         if leads and not as_json:
-            show_tables(benchmarks.benchmark_report(results[-1]), "\n".join(benchmarks.closing_lines(results[-1])), "")
+            closing = "\n".join(benchmarks.closing_lines(results[-1]))
+            show_tables(*benchmarks.benchmark_report(results[-1]), closing, "")
         if leads and report is not None:  # check_free has made sure of it
             write_bytes(benchmarks.markdown(TITLE, results).encode(), report, force=True)
     if leads:

@@ -59,7 +59,7 @@ def demo(
     from anabranch.tools.report.runs import parse_file
 
     document: Any = parse_file((keep / DOCUMENT).read_bytes(), f"{keep / DOCUMENT}")
-    print_document(document, as_json, lambda: [demo_report(document)])
+    print_document(document, as_json, lambda: demo_report(document))
     sys.stdout.flush()  # before what follows on stderr
     _say(page)
 

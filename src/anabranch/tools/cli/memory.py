@@ -95,7 +95,7 @@ def memory(
         within_nbytes=limit_nbytes,
         largest_batch=batches,
     )
-    print_document(document, as_json, lambda: [memory_report(document)])
+    print_document(document, as_json, lambda: memory_report(document))
 
 
 def estimator_of(

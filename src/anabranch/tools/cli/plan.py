@@ -152,7 +152,7 @@ def compare(
         compressed=tuple(rows[len(named) :]),
         assumptions=tuple(strategies.assumptions),
     )
-    print_document(document, as_json, lambda: [comparison.comparison_report(document)])
+    print_document(document, as_json, lambda: comparison.comparison_report(document))
 
 
 def _step(trace: Trace, made: Plan, timeline: Timeline, network: Network) -> dict[str, Any]:

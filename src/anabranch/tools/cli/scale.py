@@ -92,7 +92,7 @@ def scale(
         )  # fmt: skip
     from anabranch.tools.report.scaling import scaling_report
 
-    print_document(found, as_json, lambda: [scaling_report(found)])
+    print_document(found, as_json, lambda: scaling_report(found))
 
 
 def _fitting(
