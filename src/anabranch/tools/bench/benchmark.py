@@ -50,7 +50,7 @@ class Settings(RaceSettings):
 
     only           if given, contestants whose name contains one of these
     compiled       computing alone, DDP and every DataParallel also under torch.compile
-    sharded        FSDP2, by ``fsdp.planning.modes``
+    sharded        names of ``fsdp.planning.sharding_modes.SHARDING_MODES``
     search_steps   what each search may cost, and the steps after those that record in which it ends at its next
                    decision, with the best layout so far, for which graphs are still compiled; None: as ``THOROUGH``
     """
