@@ -105,8 +105,8 @@ def gradients(rank: int) -> dict[str, list[float]]:
 
     found = {}
     for contestant in [
-        *ddp_contestants(model, step, trace, network, [1e-5], False),
-        *planned_contestants(model, step, trace, network, [2]),
+        *ddp_contestants(model, step, trace, network, False),
+        *planned_contestants(model, step, trace, network),
     ]:
         with contestant.enter() as run:
             for _ in range(contestant.warmup + 1):
@@ -202,7 +202,7 @@ def test_workloads() -> None:
     assert all(parameter.grad is not None for parameter in model.parameters())
     with pytest.raises(ValueError, match="model is 'nonsense': expected one of googlenet"):
         zoo_workload("nonsense", torch.device("cpu"))
-    assert [zoo_workload(text, torch.device("cpu"), 3).batch for text in ("gpt2:16", "gpt2")] == [16, 3]
+    assert [zoo_workload(text, torch.device("cpu")).batch for text in ("gpt2:16", "gpt2")] == [16, 8]
     for text in ("gpt2:0", "gpt2:many", "gpt2:-1", "gpt2:1:2"):
         with pytest.raises(ValueError, match="expected a batch from 1 on after the colon, such as gpt2:8"):
             zoo_workload(text, torch.device("cpu"))

@@ -36,7 +36,7 @@ def benchmark(rank: int) -> dict[str, Any]:
     warnings.simplefilter("ignore")
     compiled_bench.BACKEND = "aot_eager"
     settings = Settings(
-        iters=2, batches=2, warmup=1, profile_steps=2, sizes_mib=(), lanes=(), compress=("int8",),
+        iters=2, batches=2, warmup=1, profile_steps=2, compress=("int8",),
         only=("nothing else",), compiled=True,
     )  # fmt: skip
     said: list[str] = []

@@ -37,9 +37,7 @@ WORKLOAD = Workload("net", 8, "img", torch.device("cpu"), build)
 
 def benchmark(rank: int) -> dict[str, Any]:
     sharding_trial.MEASURING_S = 0.2
-    settings = Settings(
-        iters=2, batches=2, warmup=1, profile_steps=2, sizes_mib=(), lanes=(), only=("nothing else",), sharded=FLAT
-    )
+    settings = Settings(iters=2, batches=2, warmup=1, profile_steps=2, only=("nothing else",), sharded=FLAT)
     found = run_benchmark(WORKLOAD, settings, lambda _: None)
     return {row.name: [len(row.turns_s), row.predicted_s] for row in found.rows}
 

@@ -56,8 +56,6 @@ class Settings(RaceSettings):
     """
 
     profile_steps: int = 6
-    sizes_mib: Sequence[float] = (1, 5, 10, 50, 100)
-    lanes: Sequence[int] = (2, 4)
     compress: Sequence[str] = ()
     only: Sequence[str] = ()
     compiled: bool = False
@@ -170,10 +168,10 @@ def _contestants(
     ]
     found = [
         *reference_contestants(model, step, workload.device),
-        *ddp_contestants(model, step, trace, network, settings.sizes_mib, _on_nccl()),
+        *ddp_contestants(model, step, trace, network, _on_nccl()),
         ours.contestant(),
         *asked,
-        *planned_contestants(model, step, trace, network, settings.lanes),
+        *planned_contestants(model, step, trace, network),
     ]
     always = {COMPUTE, BASELINE, OURS, *(contestant.name for contestant in asked)}
     wanted = settings.only or ("",)  # which is part of every name
