@@ -112,7 +112,7 @@ def test_what_fits_decides_the_batch(
     assert said.format(**batches, oktopk=batches["oktopk:0.01"]) in told
     assert "whatever the strategy" in error_of(capsys, *argv[:-1], "1MiB")
     assert "--scaling strong" in error_of(capsys, *argv, "--scaling", "strong")
-    assert "no --within beside it" in error_of(capsys, *argv, "--batch", "4")
+    assert "and no --within" in error_of(capsys, *argv, "--batch", "4")
 
 
 def test_what_fits_of_a_sharded_model_does_at_the_fewest_ranks(

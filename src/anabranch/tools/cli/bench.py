@@ -1,7 +1,6 @@
 """anabranch bench: stock DDP with its settings and hooks against DataParallel, in turn, on the same ranks."""
 
 import os
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -10,7 +9,7 @@ from typer import Option
 
 from anabranch.fsdp.planning.sharding_modes import SHARDING_MODES, help_of, sharding_mode
 from anabranch.tools.cli import arguments
-from anabranch.tools.cli.output import check_free, print_document, show_tables
+from anabranch.tools.cli.output import check_free, print_document, say, show_tables
 from anabranch.tools.cli.ranks import join
 from anabranch.tools.cli.shared_options import BackendOption, ForceOption, JsonOption
 from anabranch.values.errors import AnabranchError
@@ -113,7 +112,7 @@ def _run(workloads: "Sequence[Workload]", settings: "Settings", report: Path | N
     leads = dist.get_rank() == 0
     results = []
     for workload in workloads:
-        results.append(run_benchmark(workload, settings, _say if leads else lambda _: None))
+        results.append(run_benchmark(workload, settings, say if leads else lambda _: None))
         if leads and not as_json:
             closing = "\n".join(benchmarks.closing_lines(results[-1]))
             show_tables(*benchmarks.benchmark_report(results[-1]), closing, "")
@@ -123,10 +122,6 @@ def _run(workloads: "Sequence[Workload]", settings: "Settings", report: Path | N
         written = [f"Written to {report}."] if report else []
         print_document(BenchDocument(benchmarks=tuple(results)), as_json, lambda: written)
     dist.destroy_process_group()
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
 
 
 def _check_workloads(model: Sequence[str] | None, trace: Sequence[str] | None, models_only: Sequence[str]) -> None:

@@ -50,6 +50,13 @@ def print_json(document: dict[str, Any]) -> None:
     print(json.dumps(document, indent=1, allow_nan=False))
 
 
+def say(words: str) -> None:
+    """Print a line of progress to stderr, since stdout may be read by a program."""
+    from anabranch.tools.report.formatting import plain
+
+    print(plain(words), file=sys.stderr, flush=True)
+
+
 def check_free(paths: Iterable[str | os.PathLike[str] | None], force: bool) -> None:
     """Refuse an output file that exists, before any work is done."""
     for path in paths:
