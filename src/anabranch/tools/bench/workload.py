@@ -16,7 +16,6 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 
 from anabranch.tools.bench import zoo
-from anabranch.tools.predict.scaling.prediction import recorded_batch
 from anabranch.values.trace import Trace
 
 # A trace has no shapes. Gradients up to the length of a vocabulary, such as biases and norms, are taken for vectors.
@@ -52,6 +51,8 @@ def zoo_workload(text: str, device: torch.device) -> Workload:
 def replay_workload(name: str, trace: Trace, slower: float = 1.0) -> Workload:
     """A trace replayed on the CPU, ``slower`` times as slowly as it was recorded."""
     replayed = trace.scaled(slower)
+    recorded_batch = trace.meta.get("batch", 1)
+    batch = recorded_batch if isinstance(recorded_batch, int) else 1
 
     def build() -> tuple[nn.Module, zoo.Step]:
         def step(called: nn.Module) -> None:
@@ -61,13 +62,7 @@ def replay_workload(name: str, trace: Trace, slower: float = 1.0) -> Workload:
         return ReplayedModel(replayed), step
 
     label = f"{name} (replayed" + (f", {slower:g} times slower)" if slower != 1 else ")")
-    return Workload(
-        label,
-        recorded_batch(trace) or 1,
-        "img" if "sequence_length" not in trace.meta else "seq",
-        torch.device("cpu"),
-        build,
-    )
+    return Workload(label, batch, "img" if "sequence_length" not in trace.meta else "seq", torch.device("cpu"), build)
 
 
 class ReplayedModel(nn.Module):
