@@ -23,7 +23,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import anabranch as ab
-from anabranch.tools.lab.environment import LAB_BIT_S
+from anabranch.tools.lab.rank_environment import LAB_BIT_S
 from anabranch.tuning.options import TuningPolicy
 
 MOST_STEPS = 400  # of a search

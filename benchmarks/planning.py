@@ -13,7 +13,8 @@ import numpy as np
 import anabranch as ab
 from anabranch.planning import PLANNERS
 from anabranch.planning.simulator import finish_s
-from anabranch.tools.predict.scaling.prediction import sweep
+from anabranch.tools.network_presets import NetworkRange
+from anabranch.tools.predict.scaling.prediction import planned, sweep
 
 KIB = 1 << 10
 
@@ -41,7 +42,9 @@ def main() -> None:
         plan, times = timed(lambda planner=planner: planner(trace, line(eta=0.5)))
         print(f"| {name} | {len(plan)} | {plan.lanes} | {_ms(times)} |")
     sizes = [4 << k for k in range(10)]
-    _, times = timed(lambda: list(sweep(trace, line(eta=0.5), sizes, PLANNERS)), 3)
+    links = NetworkRange.given("line", line(eta=0.5), "")
+    strategies = {name: planned(planner) for name, planner in PLANNERS.items()}
+    _, times = timed(lambda: list(sweep(trace, links, sizes, strategies)), 3)
     print(f"\n## Sweep\n\n{len(sizes)} world sizes × {len(PLANNERS)} planners × 600 tensors: {_ms(times)} ms.")
     print(f"\n## `lanes` against brute force\n\n{gap()}")
 

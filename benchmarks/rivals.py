@@ -8,7 +8,6 @@ writes it to --report.
 """
 
 import argparse
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -28,11 +27,12 @@ from anabranch.exchange.dense import DenseExchanges, dense
 from anabranch.exchange.interface import Collective, ExchangeFamily, Group, Steps, Traffic
 from anabranch.exchange.residuals.bucket_states import BucketStates
 from anabranch.parallel import DataParallel
+from anabranch.tools.bench.benchmark import Settings, run_benchmark
 from anabranch.tools.bench.contestants import DDP_OPTIONS, PLAN_WARMUP_STEPS, Contestant
-from anabranch.tools.bench.run import Settings, run
 from anabranch.tools.bench.workload import Workload, replay_workload, zoo_workload
 from anabranch.tools.bench.zoo import Step
 from anabranch.tools.cli import arguments
+from anabranch.tools.cli.output import say
 from anabranch.tools.cli.ranks import join
 from anabranch.tools.report.benchmark import markdown
 from anabranch.values.kinds.names import density_of, given_density
@@ -78,7 +78,7 @@ def main() -> None:
     workload = _workload(given.model, given.trace, device)
     settings = Settings(iters=given.iters, batches=given.batches, compress=given.compress, only=given.only)
     leads = dist.get_rank() == 0
-    found = run(workload, settings, _say if leads else lambda _: None, partial(sparse_rivals, asked=asked))
+    found = run_benchmark(workload, settings, say if leads else lambda _: None, partial(sparse_rivals, asked=asked))
     if leads:
         text = markdown("Rivals of Ok-Topk", [found])
         if given.report is None:
@@ -93,10 +93,6 @@ def _workload(model: str | None, trace: str | None, device: torch.device) -> Wor
         return zoo_workload(model, device)
     assert trace is not None
     return replay_workload(Path(trace).stem, arguments.trace(trace))
-
-
-def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
 
 
 class RivalExchanges(ExchangeFamily):

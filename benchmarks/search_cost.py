@@ -390,7 +390,9 @@ def shared_folder() -> str:
 
 def first(options: argparse.Namespace, device: torch.device) -> Report:
     """DDP for some steps, then DataParallel until some steps after its first choice."""
-    workloads = [zoo_workload(name, device, options.batch_size) for name in options.model]
+    workloads = [
+        zoo_workload(f"{name}:{options.batch_size}" if options.batch_size else name, device) for name in options.model
+    ]
     workloads += [replay_workload(name, arguments.trace(name), options.slower) for name in options.trace]
     how = (
         f"The median of {options.ddp_steps} steps of DDP, then DataParallel until {options.after} steps after its "

@@ -35,7 +35,7 @@ import anabranch as ab
 from anabranch.fsdp.mesh import over_mesh
 from anabranch.fsdp.trial import measure_links
 from anabranch.observe.measure import SHARDED as SHARDED_COLLECTIVES
-from anabranch.tools.lab.environment import LAB
+from anabranch.tools.lab.rank_environment import LAB
 
 HSDP, SHARDED, COMPUTING = "HSDP", "FSDP2, a shard on every rank", "nothing between nodes"
 KEPT = "HSDP, kept after forward"

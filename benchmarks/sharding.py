@@ -30,7 +30,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import anabranch as ab
 from anabranch.tools.bench.zoo import IMAGES, SEQUENCES, Loss, model_and_loss
-from anabranch.tools.lab.environment import LAB
+from anabranch.tools.lab.rank_environment import LAB
 
 MIB = 1 << 20
 DDP, COMPUTING, PER_BLOCK = "DDP", "computing alone", "FSDP2, a unit per block"

@@ -17,7 +17,7 @@ from anabranch.exchange.collectives import Collectives
 from anabranch.exchange.dense import DenseExchanges
 from anabranch.exchange.quantised.exchange import QuantisedExchanges
 from anabranch.observe import environment
-from anabranch.tools.lab import environment as lab_environment
+from anabranch.tools.lab import rank_environment
 from anabranch.tuning.cache_files import CachedChoice
 from anabranch.tuning.options import TuningOptions
 from anabranch.tuning.training_cache import TrainingCache, hardware_lines, key_lines, version_lines
@@ -140,7 +140,7 @@ def test_lines_of_the_process_group_and_the_lab(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_the_lab_sets_the_variable_that_the_key_reads() -> None:
-    assert environment.LAB == lab_environment.LAB
+    assert environment.LAB == rank_environment.LAB
 
 
 def hardware(rank: int) -> dict[str, list[str]]:

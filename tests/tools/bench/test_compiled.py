@@ -11,8 +11,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from anabranch.tools.bench import compiled as compiled_bench
+from anabranch.tools.bench.benchmark import Settings, run_benchmark
 from anabranch.tools.bench.compiled import CountingBackend, compiled_references, compiled_step, start_compiler
-from anabranch.tools.bench.run import Settings, run
 from anabranch.tools.bench.workload import Workload
 from anabranch.tools.bench.zoo import Step
 from anabranch.tools.report.documents import BASELINE, COMPUTE, OURS
@@ -36,11 +36,11 @@ def benchmark(rank: int) -> dict[str, Any]:
     warnings.simplefilter("ignore")
     compiled_bench.BACKEND = "aot_eager"
     settings = Settings(
-        iters=2, batches=2, warmup=1, profile_steps=2, sizes_mib=(), lanes=(), compress=("int8",),
+        iters=2, batches=2, warmup=1, profile_steps=2, compress=("int8",),
         only=("nothing else",), compiled=True,
     )  # fmt: skip
     said: list[str] = []
-    found = run(Workload("net", 8, "img", torch.device("cpu"), build), settings, said.append)
+    found = run_benchmark(Workload("net", 8, "img", torch.device("cpu"), build), settings, said.append)
     return {
         "said": said,
         "names": [row.name for row in found.rows],

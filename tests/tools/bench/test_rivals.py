@@ -13,7 +13,7 @@ from benchmarks.virtual import VirtualWorld
 from torch import nn
 
 import anabranch as ab
-from anabranch.tools.bench.run import Settings, run
+from anabranch.tools.bench.benchmark import Settings, run_benchmark
 from anabranch.tools.bench.workload import replay_workload
 from anabranch.tools.bench.zoo import Step
 from anabranch.tools.report.documents import BASELINE, COMPUTE, OURS
@@ -109,9 +109,9 @@ def in_the_buckets_of(rank: int) -> list[str]:
 def in_a_benchmark() -> list[str]:
     tensors = [ab.TensorSpec(f"layer{i}.weight", 3000 + 10 * i, 4, 0.001 * (i + 1)) for i in range(3)]
     workload = replay_workload("tiny", ab.Trace(tuple(tensors), 0.001))
-    settings = Settings(iters=1, batches=1, warmup=0, profile_steps=2, sizes_mib=[1], lanes=[2], only=["none"])
+    settings = Settings(iters=1, batches=1, warmup=0, profile_steps=2, only=["none"])
     asked = {f"{name}:0.1": Rival(name, 0.1) for name in NAMES}
-    found = run(workload, settings, lambda _: None, partial(sparse_rivals, asked=asked))
+    found = run_benchmark(workload, settings, lambda _: None, partial(sparse_rivals, asked=asked))
     assert all(row.step_s > 0 and row.sent_nbytes is None for row in found.rows)
     return [row.name for row in found.rows]
 

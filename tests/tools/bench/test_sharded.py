@@ -9,7 +9,7 @@ from torch import nn
 
 from anabranch.fsdp import trial as sharding_trial
 from anabranch.fsdp.planning.sharding_modes import SHARDING_MODES, sharding_mode
-from anabranch.tools.bench.run import Settings, run
+from anabranch.tools.bench.benchmark import Settings, run_benchmark
 from anabranch.tools.bench.sharded import sharded_contestants
 from anabranch.tools.bench.workload import Workload
 from anabranch.tools.bench.zoo import Step
@@ -37,10 +37,8 @@ WORKLOAD = Workload("net", 8, "img", torch.device("cpu"), build)
 
 def benchmark(rank: int) -> dict[str, Any]:
     sharding_trial.MEASURING_S = 0.2
-    settings = Settings(
-        iters=2, batches=2, warmup=1, profile_steps=2, sizes_mib=(), lanes=(), only=("nothing else",), sharded=FLAT
-    )
-    found = run(WORKLOAD, settings, lambda _: None)
+    settings = Settings(iters=2, batches=2, warmup=1, profile_steps=2, only=("nothing else",), sharded=FLAT)
+    found = run_benchmark(WORKLOAD, settings, lambda _: None)
     return {row.name: [len(row.turns_s), row.predicted_s] for row in found.rows}
 
 

@@ -18,7 +18,7 @@ from anabranch.tools.demo import train
 from anabranch.tools.demo.text import CharTransformer
 from anabranch.tools.lab import preflight
 from anabranch.tools.lab.cluster import Cluster
-from anabranch.tools.lab.environment import LAB_ID
+from anabranch.tools.lab.rank_environment import LAB_ID
 from anabranch.tools.report.documents import DemoDocument
 from anabranch.tools.report.runs import parse_file, read_runs
 from anabranch.values.errors import LabError

@@ -3,7 +3,6 @@
 import sys
 
 import pytest
-from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
@@ -16,7 +15,7 @@ def test_sentences_are_wrapped_and_tables_are_not(capsys: pytest.CaptureFixture[
     table = Table()
     table.add_column(no_wrap=True)
     table.add_row("x" * 180)
-    show_tables(SENTENCE, Group(Text(SENTENCE), Group(SENTENCE)), Group(table))
+    show_tables(SENTENCE, Text(SENTENCE), SENTENCE, table)
     lines = capsys.readouterr().out.splitlines()
     sentences = [line for line in lines if "sentence" in line]
     assert len(sentences) >= 3 * 7 and max(map(len, sentences)) <= PROSE_WIDTH

@@ -6,13 +6,14 @@ import signal
 import subprocess
 import sys
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from anabranch import OkTopk
 from anabranch.tools.cli.main import main
-from anabranch.tools.cli.run import Program, run
+from anabranch.tools.cli.run import run
 from ranks import patience
 from tools.cli.nouns import error_of
 
@@ -175,10 +176,13 @@ def test_an_exception_is_the_scripts_own(script: str) -> None:
 
 def test_options_reach_the_ranks(script: str) -> None:
     program = run([script, "--lanes", "9"], nproc_per_node=3, compress="oktopk:0.05", planner="single", lanes=2)
-    assert isinstance(program, Program) and program.ranks == 3
-    assert program.options == {"cache": False, "compress": OkTopk(0.05), "planner": "single", "lanes": 2}
+    assert isinstance(program, partial)
     options = ["--compress", "oktopk:0.05", "--planner", "single", "--lanes", "2"]
-    assert program.arguments == [*options, script, "--lanes", "9"]
+    assert program.args == (3, [*options, script, "--lanes", "9"])
+    rank = run([script, "--lanes", "9"], compress="oktopk:0.05", planner="single", lanes=2)
+    assert isinstance(rank, partial)
+    settings = {"cache": False, "compress": OkTopk(0.05), "planner": "single", "lanes": 2}
+    assert rank.args == ([script, "--lanes", "9"], False, settings)
 
 
 def test_mistakes_are_one_line(

@@ -4,7 +4,7 @@ import json
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from pydantic import TypeAdapter, ValidationError
@@ -18,9 +18,10 @@ from anabranch.tools.bench import zoo
 from anabranch.tools.cli import network_text
 from anabranch.tools.cli.main import main
 from anabranch.tools.cli.memory import estimator_of
+from anabranch.tools.network_presets import NetworkRange
 from anabranch.tools.predict.scaling.compression import priced
-from anabranch.tools.predict.scaling.prediction import sweep
-from anabranch.tools.predict.scaling.result import Scaling
+from anabranch.tools.predict.scaling.prediction import planned, sweep
+from anabranch.tools.predict.scaling.result import Basis, Scaling
 from anabranch.tools.report.comparison import MEANING
 from anabranch.values.kinds import fidelity
 from anabranch.values.kinds.names import COMPRESSED
@@ -32,11 +33,12 @@ QUICK = [*FEW, "--compress", "none"]
 
 def test_points_are_what_the_library_says(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     chosen: dict[str, Callable[[Trace, Network], Plan]] = {"by_bytes": planners.by_bytes, "optimal": planners.optimal}
-    for basis in ("weak", "strong"):
+    for basis in get_args(Basis):
         argv = ["scale", "--trace", trace_file(tmp_path), "--network", RING, *QUICK, "--scaling", basis]
         document = json_of(capsys, *argv)
-        here: dict[str, Any] = {"network_name": RING, "scaling": basis}
-        expected = sweep(small_trace(), network_text.network(RING), [4, 16, 64], chosen, **here)
+        links = NetworkRange.given(RING, network_text.network(RING), "")
+        strategies = {name: planned(planner) for name, planner in chosen.items()}
+        expected = sweep(small_trace(), links, [4, 16, 64], strategies, scaling=basis)
         assert document["points"] == [{**asdict(point), "error": 0.0} for point in expected]  # all of them are dense
 
 
@@ -110,7 +112,7 @@ def test_what_fits_decides_the_batch(
     assert said.format(**batches, oktopk=batches["oktopk:0.01"]) in told
     assert "whatever the strategy" in error_of(capsys, *argv[:-1], "1MiB")
     assert "--scaling strong" in error_of(capsys, *argv, "--scaling", "strong")
-    assert "no --within beside it" in error_of(capsys, *argv, "--batch", "4")
+    assert "and no --within" in error_of(capsys, *argv, "--batch", "4")
 
 
 def test_what_fits_of_a_sharded_model_does_at_the_fewest_ranks(

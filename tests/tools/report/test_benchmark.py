@@ -42,7 +42,7 @@ def figures(benchmark: Benchmark) -> dict[str, Any]:
 def shown(benchmark: Benchmark) -> str:
     console = Console(width=120, record=True, file=None, force_terminal=False)
     with console.capture() as capture:
-        console.print(benchmark_report(benchmark))
+        console.print(*benchmark_report(benchmark), sep="\n")
     return capture.get()
 
 

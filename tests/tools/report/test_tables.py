@@ -57,34 +57,34 @@ NAMES = ("per_tensor", "by_bytes", "mgwfbp", "optimal", "lanes", "asc", "int8@no
 SCALING = scaling_of(
     {name: {4: 0.1, 2048: 4.0} for name in NAMES}, sparse=["oktopk:0.01@nodes"], quantised=["int8@nodes"], network=NAME
 )
-REPORTS: dict[str, RenderableType] = {
+REPORTS: dict[str, Sequence[RenderableType]] = {
     "trace": trace_report(TRACE),
     "network": network_report(NETWORK),
     "plan": plan_report(PLAN),
     "timeline": timeline_report(TIMELINE),
-    "buckets": terminal(bucket_table("Buckets", planned_buckets(dict(enumerate(PLAN.buckets)), TIMELINE, TRACE))),
-    "compressed buckets": terminal(
-        bucket_table("Buckets", planned_buckets(dict(enumerate(COMPRESSED_PLAN.buckets)), TIMELINE, TRACE))
-    ),
-    "durations": facts(
-        "Durations", [*duration_pairs(Durations(**timeline_figures(TIMELINE))), ("fingerprint", "f" * 64)]
-    ),
+    "buckets": [terminal(bucket_table("Buckets", planned_buckets(dict(enumerate(PLAN.buckets)), TIMELINE, TRACE)))],
+    "compressed buckets": [
+        terminal(bucket_table("Buckets", planned_buckets(dict(enumerate(COMPRESSED_PLAN.buckets)), TIMELINE, TRACE)))
+    ],
+    "durations": [
+        facts("Durations", [*duration_pairs(Durations(**timeline_figures(TIMELINE))), ("fingerprint", "f" * 64)])
+    ],
     "comparison": comparison_report(compared(("per_tensor", "horovod", "optimal"), ("int8", "oktopk:0.01@nodes"))),
     "scaling": scaling_report(SCALING),
 }
 
 
-def rendered(report: RenderableType, width: int, terminal: bool = False) -> str:
+def rendered(report: Sequence[RenderableType], width: int, terminal: bool = False) -> str:
     """What a console of this width shows, markup switched on."""
     file = io.StringIO()
     Console(file=file, width=width, force_terminal=terminal, color_system="truecolor" if terminal else None).print(
-        report
+        *report, sep="\n"
     )
     return file.getvalue()
 
 
 @pytest.mark.parametrize("report", REPORTS.values(), ids=REPORTS.keys())
-def test_80_columns_hold_all_of_it(report: RenderableType) -> None:
+def test_80_columns_hold_all_of_it(report: Sequence[RenderableType]) -> None:
     narrow, wide = rendered(report, 80), rendered(report, 240)
     assert max(map(len, narrow.splitlines())) <= 80
     # A drawing has as many characters as there is room for; every number of a table must still be there.
@@ -93,7 +93,7 @@ def test_80_columns_hold_all_of_it(report: RenderableType) -> None:
 
 
 @pytest.mark.parametrize("report", REPORTS.values(), ids=REPORTS.keys())
-def test_no_text_acts_on_a_terminal(report: RenderableType) -> None:
+def test_no_text_acts_on_a_terminal(report: Sequence[RenderableType]) -> None:
     shown = rendered(report, 240, terminal=True)
     assert "\x1b[2J" not in shown and "\x1b[31m" not in shown and "😄" not in shown
 

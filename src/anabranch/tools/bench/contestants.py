@@ -1,6 +1,6 @@
 """The contestants of a benchmark: stock DDP with its settings and hooks, and DataParallel with each planner."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -28,7 +28,9 @@ ALL_REDUCE = "one all-reduce"
 POWER_SGD_START = 2  # the first step in which torch allows it to compress
 SETTLE_STEPS = DEFAULT_POLICY.warmup_steps
 PLAN_WARMUP_STEPS = 2 * SETTLE_STEPS + 1  # a given plan is used after SETTLE_STEPS, and needs as many to settle
-BUCKETINGS_MIB = {"DDP, no merging": 1e-6, "DDP, one bucket": 1e6}
+SIZES_MIB = (1, 5, 10, 50, 100)  # of DDP's buckets
+BUCKETINGS_MIB = {**{f"DDP, {mib} MiB": mib for mib in SIZES_MIB}, "DDP, no merging": 1e-6, "DDP, one bucket": 1e6}
+LANES = (2, 4)  # of the planner "lanes"
 # The same for all contestants: it saves a copy, and users who want speed set it.
 DDP_OPTIONS: dict[str, Any] = {"gradient_as_bucket_view": True}
 
@@ -61,24 +63,21 @@ def reference_contestants(model: nn.Module, step: Step, device: torch.device) ->
     numel = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters()) // 4
     return [
         Contestant.ready(COMPUTE, partial(step, model)),
-        Contestant(ALL_REDUCE, lambda: _one_all_reduce(numel, device)),
+        Contestant(ALL_REDUCE, lambda: nullcontext(partial(dist.all_reduce, torch.zeros(numel, device=device)))),
     ]
 
 
-def ddp_contestants(
-    model: nn.Module, step: Step, trace: Trace, network: Network, sizes_mib: Sequence[float], nccl: bool
-) -> list[Contestant]:
+def ddp_contestants(model: nn.Module, step: Step, trace: Trace, network: Network, nccl: bool) -> list[Contestant]:
     """Stock DDP with each bucket size and comm hook; PowerSGD only on NCCL, since torch's hook hangs on Gloo."""
 
     def stock(name: str, plan: Plan, **options: Any) -> Contestant:
         return Contestant(name, partial(_ddp, model, step, **options), plan, predicted_s(trace, plan, network))
 
-    sizes = {f"DDP, {mib:g} MiB": mib for mib in sizes_mib} | BUCKETINGS_MIB
     found = [
         stock(BASELINE, planners.by_bytes(trace, network)),
         *(
             stock(name, planners.by_bytes(trace, network, cap_nbytes=max(1, int(mib * MIB))), bucket_cap_mb=mib)
-            for name, mib in sizes.items()
+            for name, mib in BUCKETINGS_MIB.items()
         ),
         Contestant("DDP, fp16 hook", partial(_ddp, model, step, lambda: (None, default_hooks.fp16_compress_hook))),
     ]
@@ -88,12 +87,10 @@ def ddp_contestants(
     return found
 
 
-def planned_contestants(
-    model: nn.Module, step: Step, trace: Trace, network: Network, lanes: Sequence[int]
-) -> list[Contestant]:
+def planned_contestants(model: nn.Module, step: Step, trace: Trace, network: Network) -> list[Contestant]:
     """DataParallel with the plan of each planner, without tuning; planners that make the same plan share an entry."""
     plans = {name: planner(trace, network) for name, planner in planners.PLANNERS.items() if name != "lanes"}
-    plans |= {f"lanes ({count})": planners.lanes(trace, network, lanes=count) for count in lanes if count > 1}
+    plans |= {f"lanes ({count})": planners.lanes(trace, network, lanes=count) for count in LANES}
     if "bf16" in network.curves:
         plans["optimal, bf16"] = planners.optimal(trace, network, collective="bf16")
     distinct: dict[Plan, str] = {}
@@ -136,9 +133,3 @@ def _planned(model: nn.Module, step: Step, plan: Plan) -> Iterator[Callable[[], 
 def _power_sgd() -> tuple[Any, Callable[..., Any]]:
     state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=4, start_powerSGD_iter=POWER_SGD_START)
     return state, powerSGD_hook.powerSGD_hook
-
-
-@contextmanager
-def _one_all_reduce(numel: int, device: torch.device) -> Iterator[Callable[[], None]]:
-    buffer = torch.zeros(numel, device=device)
-    yield lambda: dist.all_reduce(buffer)

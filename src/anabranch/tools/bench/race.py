@@ -20,7 +20,7 @@ from anabranch.tools.bench.compiled import compiled_name
 from anabranch.tools.bench.contestants import Contestant
 from anabranch.tools.bench.progress import RaceProgress, Say
 from anabranch.tools.bench.workload import Workload
-from anabranch.tools.lab.environment import LAB_BIT_S
+from anabranch.tools.lab.rank_environment import LAB_BIT_S
 from anabranch.tools.report.documents import BASELINE, COMPUTE, Benchmark, BenchmarkRow
 from anabranch.tools.report.formatting import count
 from anabranch.values.links import AlphaBeta

@@ -14,7 +14,7 @@ from anabranch.fsdp.planning.sharding_modes import PLANNED, ShardingMode, shardi
 from anabranch.fsdp.replicate import replicate
 from anabranch.fsdp.shard import block_names, shard
 from anabranch.fsdp.trial import FoundSharding, find_sharding
-from anabranch.tools.bench.compress import compression
+from anabranch.tools.bench.compress_option import compression
 from anabranch.tools.bench.contestants import Contestant
 from anabranch.tools.bench.workload import Workload
 from anabranch.values.errors import AnabranchError

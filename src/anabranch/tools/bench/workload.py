@@ -37,14 +37,14 @@ class Workload:
     build: Callable[[], tuple[nn.Module, zoo.Step]]
 
 
-def zoo_workload(text: str, device: torch.device, batch: int | None = None) -> Workload:
+def zoo_workload(text: str, device: torch.device) -> Workload:
     """A model of torchvision or transformers by name, with a batch of its own where the text has one: "gpt2:4"."""
     name, _, own = text.partition(":")
     zoo.check_model(name)
     if own and not (own.isascii() and own.isdigit() and int(own)):
         raise ValueError(f"--model is {text!r}: expected a batch from 1 on after the colon, such as {name}:8")
     unit, default_batch = ("img", zoo.IMAGES[name]) if name in zoo.IMAGES else ("seq", zoo.SEQUENCES[name][0])
-    batch = int(own or 0) or batch or default_batch
+    batch = int(own or default_batch)
     return Workload(name, batch, unit, device, partial(zoo.model_and_step, name, device, None, batch))
 
 

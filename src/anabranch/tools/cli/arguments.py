@@ -13,7 +13,6 @@ from anabranch.values import files
 from anabranch.values.errors import FileError
 from anabranch.values.files import KINDS, Noun, expected
 from anabranch.values.network import Network
-from anabranch.values.plan import Plan
 from anabranch.values.trace import Trace
 
 LEAST_RANKS = 2  # with a link between them
@@ -23,11 +22,6 @@ NO_COMPRESSION = "none"  # as the value of --compress
 def trace(text: str) -> Trace:
     """The trace in a file, or the bundled one of this name."""
     return expected(_file_or_bundled(text), Trace, text)
-
-
-def plan(path: Path) -> Plan:
-    """The plan in a file."""
-    return files.load_as(Plan, path)
 
 
 def network(text: str) -> Network:

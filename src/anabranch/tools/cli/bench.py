@@ -1,7 +1,6 @@
 """anabranch bench: stock DDP with its settings and hooks against DataParallel, in turn, on the same ranks."""
 
 import os
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -10,14 +9,14 @@ from typer import Option
 
 from anabranch.fsdp.planning.sharding_modes import SHARDING_MODES, help_of, sharding_mode
 from anabranch.tools.cli import arguments
-from anabranch.tools.cli.output import check_free, print_document, show_tables
+from anabranch.tools.cli.output import check_free, print_document, say, show_tables
 from anabranch.tools.cli.ranks import join
 from anabranch.tools.cli.shared_options import BackendOption, ForceOption, JsonOption
 from anabranch.values.errors import AnabranchError
 from anabranch.values.files import write_bytes
 
 if TYPE_CHECKING:
-    from anabranch.tools.bench.run import Settings
+    from anabranch.tools.bench.benchmark import Settings
     from anabranch.tools.bench.workload import Workload
 
 HOW = "anabranch lab --hosts 4 --rate 10gbit -- anabranch bench --trace resnet50, or torchrun with -m anabranch bench"
@@ -77,8 +76,8 @@ def bench(
         raise AnabranchError(f"bench runs on ranks, and this is none (RANK is not set): {HOW}")
     _check_report(report, force)
     traces = [(text, arguments.trace(text)) for text in trace or ()]
-    from anabranch.tools.bench.compress import compression
-    from anabranch.tools.bench.run import Settings
+    from anabranch.tools.bench.benchmark import Settings
+    from anabranch.tools.bench.compress_option import compression
     from anabranch.tools.bench.workload import replay_workload, zoo_workload
 
     kinds, shardings = list(dict.fromkeys(compress or ())), list(dict.fromkeys(sharded or ()))
@@ -106,26 +105,23 @@ def _run(workloads: "Sequence[Workload]", settings: "Settings", report: Path | N
     """One workload after the other; rank 0 prints and writes the results of each when it is done."""
     import torch.distributed as dist
 
-    from anabranch.tools.bench.run import run
+    from anabranch.tools.bench.benchmark import run_benchmark
     from anabranch.tools.report import benchmark as benchmarks
     from anabranch.tools.report.documents import BenchDocument
 
     leads = dist.get_rank() == 0
     results = []
     for workload in workloads:
-        results.append(run(workload, settings, _say if leads else lambda _: None))
+        results.append(run_benchmark(workload, settings, say if leads else lambda _: None))
         if leads and not as_json:
-            show_tables(benchmarks.benchmark_report(results[-1]), "\n".join(benchmarks.closing_lines(results[-1])), "")
+            closing = "\n".join(benchmarks.closing_lines(results[-1]))
+            show_tables(*benchmarks.benchmark_report(results[-1]), closing, "")
         if leads and report is not None:  # check_free has made sure of it
             write_bytes(benchmarks.markdown(TITLE, results).encode(), report, force=True)
     if leads:
         written = [f"Written to {report}."] if report else []
         print_document(BenchDocument(benchmarks=tuple(results)), as_json, lambda: written)
     dist.destroy_process_group()
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
 
 
 def _check_workloads(model: Sequence[str] | None, trace: Sequence[str] | None, models_only: Sequence[str]) -> None:

@@ -14,7 +14,7 @@ from typing import Annotated, Any
 from typer import Option
 
 from anabranch.tools.cli.lab import UNSHAPED, EmulateOption, link_rate
-from anabranch.tools.cli.output import check_free, print_document
+from anabranch.tools.cli.output import check_free, print_document, say
 from anabranch.tools.cli.report import write_page
 from anabranch.tools.cli.shared_options import ForceOption, JsonOption
 from anabranch.tools.demo import RESULTS
@@ -48,7 +48,7 @@ def demo(
     check_free([keep / name for name in (*KEPT, PAGE)], force)
     cluster = _cluster(workers, link_rate(rate), emulate)
     link = _words(cluster)
-    _say(f"{workers} workers train a small transformer on Python's own sources, under several setups, on {link}.")
+    say(f"{workers} workers train a small transformer on Python's own sources, under several setups, on {link}.")
     with TemporaryDirectory(prefix="anabranch-") as name:
         folder = Path(name)
         results = {"command": "demo", "link": link, **_trained(folder, workers, steps, cluster)}
@@ -59,9 +59,9 @@ def demo(
     from anabranch.tools.report.runs import parse_file
 
     document: Any = parse_file((keep / DOCUMENT).read_bytes(), f"{keep / DOCUMENT}")
-    print_document(document, as_json, lambda: [demo_report(document)])
+    print_document(document, as_json, lambda: demo_report(document))
     sys.stdout.flush()  # before what follows on stderr
-    _say(page)
+    say(page)
 
 
 def _cluster(workers: int, rate_bit_s: float | None, emulate: bool) -> Cluster | None:
@@ -77,7 +77,7 @@ def _cluster(workers: int, rate_bit_s: float | None, emulate: bool) -> Cluster |
         try:
             preflight.check(cluster, [])
         except LabError as error:
-            _say(f"Not on {cluster}: {f'{error}'.replace(f', {preflight.EMULATE}', '')}.")
+            say(f"Not on {cluster}: {f'{error}'.replace(f', {preflight.EMULATE}', '')}.")
         else:
             return cluster
     return None
@@ -132,10 +132,3 @@ def _keep(folder: Path, kept: Path) -> str:
     page = kept / PAGE
     write_page([kept / name for name in KEPT if (kept / name).exists()], page, "anabranch demo")
     return f"The page of it all: {page.resolve().as_uri()}"
-
-
-def _say(words: str) -> None:
-    """To stderr, where the workers show their progress, since stdout may be read by a program."""
-    from anabranch.tools.report.formatting import plain
-
-    print(plain(words), file=sys.stderr, flush=True)

@@ -72,10 +72,10 @@ def main(argv: list[str] | None = None) -> int:
     A program of the user's runs last, where its exceptions and its exit are its own.
     """
     result = _command(argv)
-    if isinstance(result, Program):
-        result.run()
-        return 0
-    return result
+    if isinstance(result, int):
+        return result
+    result()
+    return 0
 
 
 def _command(argv: list[str] | None) -> int | Program:
@@ -88,7 +88,7 @@ def _command(argv: list[str] | None) -> int | Program:
         check_options(sys.argv[1:] if argv is None else argv)
         code = get_command(app).main(args=argv, prog_name="anabranch", standalone_mode=False)
         sys.stdout.flush()
-        return code if isinstance(code, int | Program) else 0
+        return code if isinstance(code, int) or callable(code) else 0
     except SystemExit as stop:  # rich and click leave this way when the reader of a pipe has gone
         return stop.code if isinstance(stop.code, int) else FAILED
     except BrokenPipeError:

@@ -8,7 +8,7 @@ from typer import Option
 
 from anabranch.fsdp.planning.sharding_modes import UNPLANNED, ShardingMode, sharding_mode
 from anabranch.planning.footprint import FRAGMENTATION, Setting
-from anabranch.tools.bench.compress import compression
+from anabranch.tools.bench.compress_option import compression
 from anabranch.tools.cli import arguments
 from anabranch.tools.cli.output import print_document
 from anabranch.tools.cli.shared_options import JsonOption, Precision
@@ -95,7 +95,7 @@ def memory(
         within_nbytes=limit_nbytes,
         largest_batch=batches,
     )
-    print_document(document, as_json, lambda: [memory_report(document)])
+    print_document(document, as_json, lambda: memory_report(document))
 
 
 def estimator_of(

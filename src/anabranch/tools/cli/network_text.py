@@ -22,6 +22,13 @@ EXAMPLES: Mapping[str, str] = {
 NUMBER: Mapping[str, float] = {"": 1.0}
 TIME_S: Mapping[str, float] = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9}
 RATE_BIT: Mapping[str, float] = {"bit": 1.0, "kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
+UNITS: Mapping[str, tuple[Mapping[str, float], str]] = {  # of parts that have one, also those with inside_ before them
+    "alpha": (TIME_S, "a time in s, ms, us or ns"),
+    "start": (TIME_S, "a time in s, ms, us or ns"),
+    "rate": (RATE_BIT, "a rate in bit, kbit, mbit or gbit (per second)"),
+}
+COUNTS = ("ranks", "per_node")
+OPTIONAL = ("eta", "link_cap")  # parts that every kind may have
 MAX_RANKS = 1 << 24
 
 
@@ -35,76 +42,55 @@ def network(text: str) -> Network:
     kind, _, rest = text.partition(":")
     if kind not in EXAMPLES:
         raise ValueError(f"network {text!r}: kind is {kind!r}, expected {', '.join(EXAMPLES)}")
-    parts = _Parts(kind, rest)
-    world_size = parts.whole("ranks")
+    part = _values(kind, rest)
+    world_size, eta, link_cap = int(part["ranks"]), part.get("eta", 1.0), part.get("link_cap")
     if kind == "linear":
-        start_s, s_per_byte = parts.time("start"), parts.number("s_per_byte")
-        return Network.linear(world_size, start_s, s_per_byte, **parts.contention())
+        return Network.linear(world_size, part["start"], part["s_per_byte"], eta=eta, link_cap=link_cap)
+    algorithm: Any = "ring" if kind == "two_level" else kind
+    across = AlphaBeta(algorithm, part["alpha"], 8 / part["rate"])
     if kind == "two_level":
-        per_node, across, inside = parts.whole("per_node"), parts.link("ring"), parts.link("ring", "inside_")
-        return Network.two_level(world_size, per_node, inside, across, **parts.contention())
-    link = parts.link(kind)
-    return Network.modelled(world_size, link, Contention.law(**parts.contention()))
+        inside = AlphaBeta(algorithm, part["inside_alpha"], 8 / part["inside_rate"])
+        return Network.two_level(world_size, int(part["per_node"]), inside, across, eta=eta, link_cap=link_cap)
+    return Network.modelled(world_size, across, Contention.law(eta, link_cap))
 
 
 def ranks_of(name: str, text: str) -> int:
     """The number of ranks in what follows the name of a known network, such as 10gbe:ranks=16."""
     value = quantity(text.removeprefix("ranks="), NUMBER) if text.startswith("ranks=") else math.nan
-    if not (1 <= value <= MAX_RANKS and value == int(value)):
+    if not _is_count(value):
         raise ValueError(f"network {name}: {text!r} follows its name, expected how many ranks, as in {name}:ranks=16")
     return int(value)
 
 
-class _Parts:
-    """The name=value parts of a description. Each is taken once; ``contention`` refuses parts that were not taken."""
+def _values(kind: str, text: str) -> dict[str, float]:
+    """The parts of a description by name, in the base of their units: those of the kind's example, and ``OPTIONAL``."""
 
-    def __init__(self, kind: str, text: str) -> None:
-        self.kind = kind
-        self.left: dict[str, str] = {}
-        self.taken: list[str] = []
-        for part in text.split(","):
-            name, equals, value = (piece.strip() for piece in part.partition("="))
-            if not (name and equals and value) or name in self.left:
-                raise self.wrong(f"part {part!r}", "name=value, each name once")
-            self.left[name] = value
+    def wrong(found: str, expected: str) -> ValueError:
+        return ValueError(f"network {kind}: {found}, expected {expected}, as in {EXAMPLES[kind]}")
 
-    def wrong(self, found: str, expected: str) -> ValueError:
-        return ValueError(f"network {self.kind}: {found}, expected {expected}, as in {EXAMPLES[self.kind]}")
+    given: dict[str, str] = {}
+    for part in text.split(","):
+        name, equals, value = (piece.strip() for piece in part.partition("="))
+        if not (name and equals and value) or name in given:
+            raise wrong(f"part {part!r}", "name=value, each name once")
+        given[name] = value
+    required = [part.partition("=")[0] for part in EXAMPLES[kind].partition(":")[2].split(",")]
+    found: dict[str, float] = {}
+    for name in (*required, *(name for name in OPTIONAL if name in given)):
+        units, expected = UNITS.get(name.removeprefix("inside_"), (NUMBER, "a number"))
+        if name not in given:
+            raise wrong(f"{name} is missing", expected)
+        number = found[name] = quantity(given[name], units)
+        if not math.isfinite(number):
+            raise wrong(f"{name} is {given[name]!r}", expected)
+        if units is RATE_BIT and number < 1:
+            raise wrong(f"{name} is {number:g} bit/s", "at least one bit per second")
+        if name in COUNTS and not _is_count(number):
+            raise wrong(f"{name} is {number:g}", f"a whole number from 1 to {MAX_RANKS}")
+    if unknown := [name for name in given if name not in found]:
+        raise wrong(f"unknown part {unknown[0]!r}", f"only {', '.join([*required, *OPTIONAL])}")
+    return found
 
-    def number(self, name: str, units: Mapping[str, float] = NUMBER, expected: str = "a number") -> float:
-        """The value of a part, in the base of its units."""
-        self.taken.append(name)
-        if name not in self.left:
-            raise self.wrong(f"{name} is missing", expected)
-        text = self.left.pop(name)
-        value = quantity(text, units)
-        if not math.isfinite(value):
-            raise self.wrong(f"{name} is {text!r}", expected)
-        return value
 
-    def time(self, name: str) -> float:
-        """A duration in seconds."""
-        return self.number(name, TIME_S, "a time in s, ms, us or ns")
-
-    def whole(self, name: str) -> int:
-        """A count of ranks."""
-        value = self.number(name)
-        if value != int(value) or not 1 <= value <= MAX_RANKS:
-            raise self.wrong(f"{name} is {value:g}", f"a whole number from 1 to {MAX_RANKS}")
-        return int(value)
-
-    def link(self, algorithm: str, prefix: str = "") -> AlphaBeta:
-        """alpha and rate."""
-        alpha_s, rate = self.time(f"{prefix}alpha"), f"{prefix}rate"
-        bits_per_s = self.number(rate, RATE_BIT, "a rate in bit, kbit, mbit or gbit (per second)")
-        if bits_per_s < 1:
-            raise self.wrong(f"{rate} is {bits_per_s:g} bit/s", "at least one bit per second")
-        return AlphaBeta(algorithm, alpha_s, 8 / bits_per_s, 0.0)  # type: ignore[arg-type]  # one of our own literals
-
-    def contention(self) -> dict[str, Any]:
-        """eta and link_cap, which every kind may have; ValueError if any other part is left."""
-        found = {"eta": 1.0} | {name: self.number(name) for name in ("eta", "link_cap") if name in self.left}
-        if self.left:
-            known = dict.fromkeys([*self.taken, "eta", "link_cap"])
-            raise self.wrong(f"unknown part {next(iter(self.left))!r}", f"only {', '.join(known)}")
-        return found
+def _is_count(value: float) -> bool:
+    return 1 <= value <= MAX_RANKS and value == int(value)

@@ -32,19 +32,7 @@ def show_tables(*parts: "RenderableType") -> None:
     for index, part in enumerate(parts):
         if index:
             console.print()
-        for piece in _members(part):
-            console.print(piece, width=PROSE_WIDTH if piped and isinstance(piece, str | Text) else None)
-
-
-def _members(part: "RenderableType") -> "Iterator[RenderableType]":
-    """The members of a rich Group, and of groups in it; anything else as it is."""
-    from rich.console import Group
-
-    if isinstance(part, Group):
-        for member in part.renderables:
-            yield from _members(member)
-    else:
-        yield part
+        console.print(part, width=PROSE_WIDTH if piped and isinstance(part, str | Text) else None)
 
 
 def print_document(document: "Document", as_json: bool, tables: "Callable[[], Iterable[RenderableType]]") -> None:
@@ -60,6 +48,13 @@ def print_document(document: "Document", as_json: bool, tables: "Callable[[], It
 def print_json(document: dict[str, Any]) -> None:
     """Print one JSON document in ASCII, so that no terminal and no locale changes what a program reads."""
     print(json.dumps(document, indent=1, allow_nan=False))
+
+
+def say(words: str) -> None:
+    """Print a line of progress to stderr, since stdout may be read by a program."""
+    from anabranch.tools.report.formatting import plain
+
+    print(plain(words), file=sys.stderr, flush=True)
 
 
 def check_free(paths: Iterable[str | os.PathLike[str] | None], force: bool) -> None:

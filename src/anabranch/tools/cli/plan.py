@@ -22,7 +22,7 @@ from anabranch.tools.predict.scaling.compression import (
     priced,
 )
 from anabranch.tools.predict.scaling.result import DDP_DEFAULT
-from anabranch.values.files import save, write_text
+from anabranch.values.files import load_as, save, write_text
 from anabranch.values.kinds.fidelity import by_fidelity, error_of_plan
 from anabranch.values.kinds.names import AUTO, COMPRESSED, kind_of
 from anabranch.values.network import Network
@@ -70,7 +70,6 @@ def plan(
     )
     document = PlanDocument(
         planner=planner,
-        options={},
         **_step(gradients, made, timeline, links),
         lower_bound_s=lower_bound_s(gradients, links, made.lanes),
         speedup_over_ddp_default=ratio(ddp_s, timeline.iteration_s),
@@ -99,7 +98,7 @@ def simulate(
         raise ValueError(f"--plan {plan} and --planner {planner} are both given: expected one of them")
     check_free([output, chrome], force)
     gradients, links = arguments.trace(trace), arguments.network(network)
-    made = arguments.plan(plan) if plan else planning.plan(gradients, links, planner or "optimal")
+    made = load_as(Plan, plan) if plan else planning.plan(gradients, links, planner or "optimal")
     links = priced(links, (bucket.collective for bucket in made.buckets))
     timeline = predict(gradients, made, links)
     if output:
@@ -153,7 +152,7 @@ def compare(
         compressed=tuple(rows[len(named) :]),
         assumptions=tuple(strategies.assumptions),
     )
-    print_document(document, as_json, lambda: [comparison.comparison_report(document)])
+    print_document(document, as_json, lambda: comparison.comparison_report(document))
 
 
 def _step(trace: Trace, made: Plan, timeline: Timeline, network: Network) -> dict[str, Any]:

@@ -16,7 +16,7 @@ def join(backend: str | None, on_gpu: bool = True) -> "torch.device":
     import torch
     import torch.distributed as dist
 
-    from anabranch.tools.lab.environment import LAB_BACKEND
+    from anabranch.tools.lab.rank_environment import LAB_BACKEND
 
     of_lab = os.environ.get(LAB_BACKEND)
     if backend is not None and of_lab not in (None, backend):

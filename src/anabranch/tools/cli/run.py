@@ -3,8 +3,8 @@
 import os
 import runpy
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Annotated, Any
@@ -22,46 +22,7 @@ NOTHING = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Program:
-    """The user's program, to be run where its exceptions and its exit are its own.
-
-    options     of DataParallel
-    ranks       to start with torchrun, each with ``arguments``; None to run the script in this process
-    """
-
-    script: Sequence[str]
-    is_module: bool
-    options: Mapping[str, Any]
-    ranks: int | None = None
-    arguments: Sequence[str] = field(default=())
-
-    def run(self) -> None:
-        """Run it, and say on rank 0 what was gained; exceptions of the program pass through."""
-        if self.ranks is not None:
-            from torch.distributed.run import main as torchrun
-
-            torchrun(["--standalone", f"--nproc-per-node={self.ranks}", "-m", MODULE, *self.arguments])
-            return
-        from anabranch.frameworks.ddp_replacement import replaced_ddp
-
-        with replaced_ddp(self.options) as outcomes:
-            try:
-                self._run_script()
-            except SystemExit as stop:
-                if stop.code in (None, 0):
-                    _report(outcomes)
-                raise
-        _report(outcomes)
-
-    def _run_script(self) -> None:
-        sys.argv = list(self.script)
-        if self.is_module:
-            sys.path[0] = str(Path.cwd())
-            runpy.run_module(self.script[0], run_name="__main__", alter_sys=True)
-        else:
-            sys.path[0] = str(Path(self.script[0]).resolve().parent)
-            runpy.run_path(self.script[0], run_name="__main__")
+Program = Callable[[], None]  # of the user's, to be run where its exceptions and its exit are its own
 
 
 def run(
@@ -96,12 +57,44 @@ def run(
     given = {name: value for name, value in given.items() if value is not None}
     arguments = [text for name, value in given.items() for text in (f"--{name}", str(value))]
     if compress is not None:
-        from anabranch.tools.bench.compress import compression
+        from anabranch.tools.bench.compress_option import compression
         from anabranch.values.kinds.options import OkTopk
 
         given["compress"] = compression(compress, OkTopk())
     arguments += ["-m"] * module + list(script)
-    return Program(script, module, {"cache": False, **given}, nproc_per_node, arguments)
+    if nproc_per_node is not None:
+        return partial(_start_ranks, nproc_per_node, arguments)
+    return partial(_run_script, script, module, {"cache": False, **given})
+
+
+def _start_ranks(count: int, arguments: Sequence[str]) -> None:
+    """Start ranks here by torchrun, each of which runs ``anabranch run`` with these arguments."""
+    from torch.distributed.run import main as torchrun
+
+    torchrun(["--standalone", f"--nproc-per-node={count}", "-m", MODULE, *arguments])
+
+
+def _run_script(script: Sequence[str], is_module: bool, options: Mapping[str, Any]) -> None:
+    """Run the script with DDP replaced, and say on rank 0 what was gained; exceptions of the script pass through.
+
+    ``options``: of DataParallel.
+    """
+    from anabranch.frameworks.ddp_replacement import replaced_ddp
+
+    with replaced_ddp(options) as outcomes:
+        sys.argv = list(script)
+        try:
+            if is_module:
+                sys.path[0] = str(Path.cwd())
+                runpy.run_module(script[0], run_name="__main__", alter_sys=True)
+            else:
+                sys.path[0] = str(Path(script[0]).resolve().parent)
+                runpy.run_path(script[0], run_name="__main__")
+        except SystemExit as stop:
+            if stop.code in (None, 0):
+                _report(outcomes)
+            raise
+    _report(outcomes)
 
 
 def _report(outcomes: Sequence[object]) -> None:

@@ -70,7 +70,7 @@ def scale(
     sizes, recorded = _sizes(world_sizes), arguments.trace(trace)
     ranges = arguments.network_ranges(network or NETWORKS)
     if batch is not None and (within is not None or not 1 <= batch <= MAX_BATCH):
-        raise ValueError(f"--batch is {batch}: expected 1 to {MAX_BATCH} samples, and no --within beside it")
+        raise ValueError(f"--batch is {batch}: expected 1 to {MAX_BATCH} samples, and no --within")
     default = COMPRESS if within is None else (*COMPRESS, f"{LEAN}:0.01")
     chosen = [
         list(dict.fromkeys(name.strip() for name in planners.split(","))),
@@ -92,7 +92,7 @@ def scale(
         )  # fmt: skip
     from anabranch.tools.report.scaling import scaling_report
 
-    print_document(found, as_json, lambda: [scaling_report(found)])
+    print_document(found, as_json, lambda: scaling_report(found))
 
 
 def _fitting(

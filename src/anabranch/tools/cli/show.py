@@ -88,15 +88,13 @@ def print_saved(
     command: str, noun: Trace | Network, output: Path, as_json: bool, notes: Sequence[str], more: Mapping[str, Any]
 ) -> None:
     """Print what is in a noun that was written to ``output``: tables and notes, or JSON with ``more`` fields."""
-    from rich.text import Text
-
     from anabranch.tools.report.formatting import plain
 
     summary, report = _described(noun)
     if as_json:
         print_json({"command": command, **summary, **more, "written": str(output)})
     else:
-        show_tables(*report, *(Text(plain(note)) for note in notes), f"Written to {output}.")
+        show_tables(*report, *map(plain, notes), f"Written to {output}.")
 
 
 # ------------------------------------------------------------------------------------------------------ what there is
@@ -194,7 +192,7 @@ def _described(found: Any) -> "tuple[dict[str, Any], list[RenderableType]]":
         Timeline: (figures.timeline_figures, tables.timeline_report),
     }
     summarise, report = of_kind[type(found)]
-    return summarise(found), [report(found)]
+    return summarise(found), report(found)
 
 
 def _choice_figures(entry: Entry) -> dict[str, Any]:
@@ -230,5 +228,5 @@ def _cached_report(entry: Entry) -> "list[RenderableType]":
         ("own buckets", f"{seconds(choice.default_step_s)}: the choice is {factor(choice.gain)} as fast"),
         ("date", choice.date),
     ]
-    plan = [tables.plan_report(choice.plan)] if choice.plan is not None else []
+    plan = tables.plan_report(choice.plan) if choice.plan is not None else []
     return [tables.facts("Cached plan, for the next start of this training", pairs), *plan]

@@ -10,7 +10,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from anabranch.tools.lab.janitor import MPS_CONTROL, MPS_PIPES, mps_error, mps_pipes
+from anabranch.tools.lab.janitor import MPS_CONTROL, MPS_PIPES, mps_error
 from anabranch.values.errors import LabError
 
 SMI_TIMEOUT_S = 30.0  # nvidia-smi may have to wake the driver
@@ -57,7 +57,7 @@ def start_mps(folder: str) -> dict[str, str]:
     LabError with the daemon's own message if it does not start.
     """
     logs = Path(folder, "log")
-    variables = {MPS_PIPES: mps_pipes(folder), MPS_LOGS: str(logs)}
+    variables = {MPS_PIPES: f"{folder}/pipe", MPS_LOGS: str(logs)}
     environment = {**os.environ, **variables}
     deadline = time.monotonic() + MPS_START_S
     error = mps_error(environment, "-d")

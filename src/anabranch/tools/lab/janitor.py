@@ -52,16 +52,11 @@ def clean_up(mark: str, mps_folder: str, namespaces: Sequence[int]) -> list[int]
     assert Path("/proc/thread-self/ns/net").readlink() not in inside, "the janitor must be outside"
     left = _kill_all(mark, inside)
     if mps_folder:
-        pipes = mps_pipes(mps_folder)
+        pipes = f"{mps_folder}/pipe"  # where processes find the daemon
         mps_error({**os.environ, MPS_PIPES: pipes}, text="quit\n")  # a daemon that does not quit is killed now
         left += _kill_all(f"{MPS_PIPES}={pipes}")
         shutil.rmtree(mps_folder, ignore_errors=True)
     return left
-
-
-def mps_pipes(folder: str) -> str:
-    """Where processes find the MPS daemon of this folder."""
-    return f"{folder}/pipe"
 
 
 def mps_error(environment: dict[str, str], *options: str, text: str = "") -> str | None:

@@ -7,10 +7,18 @@ import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
 
-from anabranch.tools.lab import environment, gpus, preflight
+from anabranch.tools.lab import gpus, preflight
 from anabranch.tools.lab.cluster import Cluster
 from anabranch.tools.lab.hosts import linked_hosts, local_hosts
 from anabranch.tools.lab.janitor import janitor
+from anabranch.tools.lab.rank_environment import (
+    LAB_ID,
+    MASTER_PORT,
+    free_port,
+    gpu_environment,
+    rank_environment,
+    shared_gpu_environment,
+)
 from anabranch.tools.lab.supervisor import Supervisor, start_process
 from anabranch.values.errors import LabError
 
@@ -37,17 +45,17 @@ def run(cluster: Cluster, command: Sequence[str], timeout_s: float | None = None
         mps_folder = gpus.new_mps_folder() if shared and not gpus.user_mps_answers() else ""
         namespaces = [host.namespace for host in hosts if host.namespace is not None]
         supervisor = stack.enter_context(Supervisor())
-        with janitor(f"{environment.LAB_ID}={lab_id}", mps_folder, namespaces):
+        with janitor(f"{LAB_ID}={lab_id}", mps_folder, namespaces):
             of_all = {
                 **(gpus.start_mps(mps_folder) if mps_folder else {}),
-                **(environment.shared_gpu_environment(cluster.world_size) if shared else {}),
+                **(shared_gpu_environment(cluster.world_size) if shared else {}),
             }
-            port = environment.free_port() if cluster.emulated else environment.MASTER_PORT
+            port = free_port() if cluster.emulated else MASTER_PORT
             for rank in range(cluster.world_size):
                 host, local_rank = hosts[rank // cluster.ranks_per_host], rank % cluster.ranks_per_host
                 variables = {
-                    **environment.rank_environment(cluster, host, local_rank, hosts[0], port, lab_id),
-                    **environment.gpu_environment(cluster, host, local_rank, available),
+                    **rank_environment(cluster, host, local_rank, hosts[0], port, lab_id),
+                    **gpu_environment(cluster, host, local_rank, available),
                     **of_all,
                 }
                 supervisor.add(start_process(host, rank, command, variables))
@@ -57,9 +65,8 @@ def run(cluster: Cluster, command: Sequence[str], timeout_s: float | None = None
 
 
 def _check_command(command: Sequence[str]) -> None:
-    lab_id = environment.LAB_ID
-    if lab_id in os.environ:
-        raise LabError(f"{lab_id} is set, so this is a rank of a lab: a lab inside a lab is not supported")
+    if LAB_ID in os.environ:
+        raise LabError(f"{LAB_ID} is set, so this is a rank of a lab: a lab inside a lab is not supported")
     if not command:
         raise LabError("there is no program to run: give it after --, such as: anabranch lab ... -- python train.py")
     if shutil.which(command[0]) is None:

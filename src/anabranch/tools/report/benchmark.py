@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from statistics import fmean, stdev
 
-from rich.console import Group, RenderableType
+from rich.console import RenderableType
 from rich.text import Text
 
 from anabranch.tools.report.chart import Chart, bar_chart, bar_style, bars, hover_text, plotly_text, series
@@ -43,15 +43,10 @@ def benchmark_table(found: Benchmark) -> Table:
     return Table(title, headers, rows, _legend(found, counted, compiled), fastest.name)
 
 
-def benchmark_report(found: Benchmark) -> RenderableType:
+def benchmark_report(found: Benchmark) -> list[RenderableType]:
     """The table for a terminal, with the conditions of the measurement above it."""
     about = facts("Measured on", [(name, plain(value)) for name, value in found.facts.items()])
-    return Group(
-        about,
-        Text(),
-        terminal(benchmark_table(found)),
-        *(Text(plain(f"Left out: {reason}")) for reason in found.skipped),
-    )
+    return [about, terminal(benchmark_table(found)), *(Text(plain(f"Left out: {reason}")) for reason in found.skipped)]
 
 
 def benchmark_chart(key: str, label: str, found: Benchmark, caption: str = "") -> Chart:

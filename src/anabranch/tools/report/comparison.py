@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from rich.console import Group, RenderableType
+from rich.console import RenderableType
 from rich.text import Text
 
 from anabranch.tools.report.documents import CompareDocument, ComparedPlanner
@@ -28,10 +28,10 @@ def best(rows: Sequence[ComparedPlanner]) -> ComparedPlanner:
     return min(rows, key=lambda row: (row.iteration_s, row.lanes, row.buckets))
 
 
-def comparison_report(found: CompareDocument) -> RenderableType:
+def comparison_report(found: CompareDocument) -> list[RenderableType]:
     """The tables for a terminal, and what they assume."""
-    parts = [part for table in comparison_tables(found) for part in (terminal(table), Text())]
-    return Group(*parts, *([Text(plain(f"Assumed: {'; '.join(found.assumptions)}."))] if found.assumptions else []))
+    assumed = [Text(plain(f"Assumed: {'; '.join(found.assumptions)}."))] if found.assumptions else []
+    return [*map(terminal, comparison_tables(found)), *assumed]
 
 
 def comparison_tables(found: CompareDocument) -> list[Table]:

@@ -93,7 +93,7 @@ class PlanDocument(PredictedStep):
 
     command: Literal["plan"] = "plan"
     planner: str
-    options: Mapping[str, Any]
+    options: Mapping[str, Any] = field(default_factory=dict)  # of the planner
     lower_bound_s: Seconds
     speedup_over_ddp_default: Number | None
     speedup_over_per_tensor: Number | None

@@ -1,6 +1,6 @@
 """Predicted peak memory as tables and a chart: by training mode and kind of object."""
 
-from rich.console import Group, RenderableType
+from rich.console import RenderableType
 from rich.text import Text
 
 from anabranch.tools.report import chart
@@ -39,10 +39,9 @@ def memory_tables(found: MemoryDocument) -> list[Table]:
     ]
 
 
-def memory_report(found: MemoryDocument) -> RenderableType:
+def memory_report(found: MemoryDocument) -> list[RenderableType]:
     """The tables, and what they assume."""
-    first, second = map(terminal, memory_tables(found))
-    return Group(first, Text(), second, Text(), Text(plain(f"Assumed: {'; '.join(found.assumptions)}.")))
+    return [*map(terminal, memory_tables(found)), Text(plain(f"Assumed: {'; '.join(found.assumptions)}."))]
 
 
 def memory_chart(key: str, found: MemoryDocument) -> chart.Chart:

@@ -15,7 +15,7 @@ from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
-from rich.console import Group, RenderableType
+from rich.console import RenderableType
 from rich.text import Text
 
 from anabranch.tools.report import (
@@ -121,10 +121,10 @@ def headline(runs: Runs) -> str:
     return next(iter([*said, *map(words.training_gain, gains)]), "")
 
 
-def demo_report(found: DemoDocument) -> RenderableType:
+def demo_report(found: DemoDocument) -> list[RenderableType]:
     """A demo's summary for a terminal: the table, what was chosen, and what it means."""
-    chosen = [Text(formatting.plain(f"{one.name}: {one.chosen}")) for one in found.trainings if one.chosen]
+    chosen = "".join(f"\n{formatting.plain(f'{one.name}: {one.chosen}')}" for one in found.trainings if one.chosen)
     lines = templates().get_template("demo.txt").render(found=found).split("\n")
-    words = [Text(formatting.plain(" ".join(line.split()))) for line in lines if line.strip()]
-    heading = Text("What was chosen:", style="bold")
-    return Group(tables.terminal(demo.demo_table(found)), Text(), heading, *chosen, Text(), *words)
+    words = [formatting.plain(" ".join(line.split())) for line in lines if line.strip()]
+    table = tables.terminal(demo.demo_table(found))
+    return [table, Text.assemble(("What was chosen:", "bold"), chosen), Text("\n".join(words))]

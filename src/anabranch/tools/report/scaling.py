@@ -1,6 +1,6 @@
 """A scaling study as terminal tables and as charts: who is best at each world size, and what every strategy reaches."""
 
-from rich.console import Group, RenderableType
+from rich.console import RenderableType
 from rich.text import Text
 
 from anabranch.tools.predict.scaling.conclusions import Gain, best_at_sizes, has_dense
@@ -17,14 +17,14 @@ COMPRESSED = {"quantised": "best rounded", "sparse": "best sparse"}
 MAX_NETWORKS = 12  # of one sweep, with a chart each
 
 
-def scaling_report(scaling: Scaling) -> RenderableType:
+def scaling_report(scaling: Scaling) -> list[RenderableType]:
     """Who is best where, network by network; then the answer in words."""
-    tables = [part for network in scaling.networks for part in _winners(scaling, network, scaling.on(network.name))]
-    said = [Text(plain(said) + "\n") for said in scaling.answer]
-    return Group(*tables, *said, Text(plain(f"Assumed: {'; '.join(scaling.assumptions)}.")))
+    tables = [table for network in scaling.networks for table in _winners(scaling, network, scaling.on(network.name))]
+    said = [*scaling.answer, f"Assumed: {'; '.join(scaling.assumptions)}."]
+    return [*map(terminal, tables), *(Text(plain(words)) for words in said)]
 
 
-def _winners(scaling: Scaling, network: NetworkUsed, curves: Curves) -> list[RenderableType]:
+def _winners(scaling: Scaling, network: NetworkUsed, curves: Curves) -> list[Table]:
     """DDP and the best dense strategy with the band of each step; then the best that round values or send some."""
     found = best_at_sizes(scaling, curves)
     # In the unit of the best: what differs little between good strategies must not drown in what a bad one takes.
@@ -48,7 +48,7 @@ def _winners(scaling: Scaling, network: NetworkUsed, curves: Curves) -> list[Ren
                 cells += [*_best_cells(point, row.dense, scale), number(point.error, "{:.2g}".format)]
     if len(headers) > 1:
         tables.append(Table(f"{network.name}, compressed", headers, rows, f"Error: {MEANING}."))
-    return [part for table in tables for part in (terminal(table), Text())]
+    return tables
 
 
 def _best_cells(point: ScalePoint, other: ScalePoint, scale: Scale) -> list[Cell]:

@@ -114,7 +114,7 @@ def step_chart(key: str, label: str, steps: Sequence[StepView], caption: str, fi
         value = at_s * scale.per_second
         return float(f"{value:.7g}") if abs(value) > SMALLEST else 0.0
 
-    labels: list[str] = []  # of the rows, from top to bottom; empty beside a title
+    labels: list[str] = []  # of the rows, from top to bottom; empty where a title is
     bars_in: dict[str, list[tuple[int, _Bar]]] = {kind: [] for kind in KINDS}
     titles: list[dict[str, Any]] = []  # plotly's annotations
     ends: list[dict[str, Any]] = []  # of backward: plotly's shapes

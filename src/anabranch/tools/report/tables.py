@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import rich.table
 from rich import box
-from rich.console import Group, RenderableType
+from rich.console import RenderableType
 from rich.text import Text
 
 from anabranch.tools.predict.scaling.compression import about_sent
@@ -105,7 +105,7 @@ def facts(title: str, pairs: Iterable[tuple[str, str | Text]]) -> rich.table.Tab
 # ------------------------------------------------------------------------------------------------------------- nouns
 
 
-def trace_report(trace: Trace) -> RenderableType:
+def trace_report(trace: Trace) -> list[RenderableType]:
     """Where it came from, its totals, and the gradients that dominate it."""
     small = small_tensors(trace)
     small_nbytes = sum(tensor.nbytes for tensor in small)
@@ -126,10 +126,10 @@ def trace_report(trace: Trace) -> RenderableType:
         for t in largest
     ]  # fmt: skip
     table = Table("Largest", ["size", "share", f"ready, {scale.unit}", "name"], rows)
-    return Group(facts("Trace", [*pairs, *meta_pairs(trace.meta)]), Text(), terminal(table))
+    return [facts("Trace", [*pairs, *meta_pairs(trace.meta)]), terminal(table)]
 
 
-def network_report(network: Network) -> RenderableType:
+def network_report(network: Network) -> list[RenderableType]:
     """Its curves with what they achieve, and what it says of simultaneous messages."""
     slowdowns = ", ".join(f"{k} at once {network.contention.slowdown(k):.3g}×" for k in (2, 3, 4))
     cap = network.contention.link_cap
@@ -146,11 +146,11 @@ def network_report(network: Network) -> RenderableType:
         rows = [[number(n, size), number(s, scale), number(spread_s or None, scale), number(s, partial(bandwidth, n))]
                 for n, s, spread_s in points]  # fmt: skip
         what = "measured" if len(curve.points) > 1 else "computed"
-        parts += [Text(), terminal(Table(f"Collective {kind[:60]} ({what})", headers, rows))]
-    return Group(*parts)
+        parts.append(terminal(Table(f"Collective {kind[:60]} ({what})", headers, rows)))
+    return parts
 
 
-def plan_report(plan: Plan) -> RenderableType:
+def plan_report(plan: Plan) -> list[RenderableType]:
     """A plan by itself: it has names but no sizes and no times."""
     tensors = count(sum(len(bucket.names) for bucket in plan.buckets), "tensor")
     buckets = f"{len(plan):,}, on {count(plan.lanes, 'lane')}, of {tensors}"
@@ -160,10 +160,10 @@ def plan_report(plan: Plan) -> RenderableType:
         for at, b in enumerate(plan.buckets)
     ]  # fmt: skip
     table = Table("Launch order", ["#", "lane", "tensors", "by", "first", "last"], rows)
-    return Group(facts("Plan", [("buckets", buckets), ("fingerprint", plan.fingerprint)]), Text(), terminal(table))
+    return [facts("Plan", [("buckets", buckets), ("fingerprint", plan.fingerprint)]), terminal(table)]
 
 
-def timeline_report(timeline: Timeline) -> RenderableType:
+def timeline_report(timeline: Timeline) -> list[RenderableType]:
     """Durations, and the messages."""
     pairs = [*duration_pairs(Durations(**timeline_figures(timeline))), *meta_pairs(timeline.meta)]
     scale = time_scale(span.end_s for span in timeline.communication)
@@ -172,7 +172,7 @@ def timeline_report(timeline: Timeline) -> RenderableType:
         [Cell(span.track), number(span.start_s, scale), number(span.end_s, scale), Cell(span.name)]
         for span in timeline.communication
     ]
-    return Group(facts("Timeline", pairs), Text(), terminal(Table("Messages", headers, rows)))
+    return [facts("Timeline", pairs), terminal(Table("Messages", headers, rows))]
 
 
 def duration_pairs(step: Durations) -> Pairs:

@@ -1,6 +1,7 @@
 """Autocast on tensors without data: the dtypes and the memory that torch's own has on a CPU, and what a GPU's has."""
 
 from collections.abc import Callable
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from torch import nn
 from torch.nn import functional
 
 from anabranch.lean.activations.recompute import recompute
+from anabranch.tools.predict.memory import autocast
 from anabranch.tools.predict.memory.autocast import IN_BFLOAT16, IN_FLOAT32, autocast_to_bfloat16
 from anabranch.tools.predict.memory.probe import Loss, probe
 from tools.predict.memory.models import images
@@ -50,17 +52,18 @@ def test_functions_have_the_precision_of_a_gpu() -> None:
     weight, x = nn.Parameter(torch.zeros(8, 8, device=META)), torch.zeros(2, 8, device=META)
     tables = (*IN_BFLOAT16.items(), *IN_FLOAT32.items())
     before = [(owner, name, vars(owner).get(name)) for owner, names in tables for name in names]
-    with autocast_to_bfloat16() as weights:
+    to_bfloat16 = patch.object(autocast, "_to_bfloat16", wraps=autocast._to_bfloat16)
+    with to_bfloat16 as cast, autocast_to_bfloat16() as end_forward:
         y = functional.linear(x, weight)
         assert y.dtype == (x @ weight).dtype == torch.addmm(x, x, weight).dtype == torch.bfloat16
         assert functional.layer_norm(y, (8,)).dtype == functional.softmax(y, dim=1).dtype == torch.float32
         assert y.softmax(dim=1).dtype == torch.float32
         assert (y + 1).dtype == functional.gelu(y).dtype == torch.bfloat16
         assert torch.zeros(2, dtype=torch.int64, device=META).sum().dtype == torch.int64
-        assert weights.lowered(weight) is weights.lowered(weight), "a weight is cast once"
-        once = weights.lowered(weight)
-        weights.forget()
-        assert weights.lowered(weight) is not once
+        assert sum(call.args[0] is weight for call in cast.call_args_list) == 1, "a weight is cast once in a forward"
+        end_forward()
+        functional.linear(x, weight)
+        assert sum(call.args[0] is weight for call in cast.call_args_list) == 2
     assert functional.linear(x, weight).dtype == torch.float32
     assert all(vars(owner).get(name) is kept for owner, name, kept in before), "all is as it was"
 

@@ -1,14 +1,13 @@
 """Autocast to bfloat16 on tensors without data: torch's own knows CPUs and GPUs only.
 
-While it is open, the functions below compute in bfloat16 and in
-float32, as under ``torch.autocast("cuda", torch.bfloat16)``; all others take what they are given. As there, a weight is
-cast once in a forward. Left out are functions that no known model calls, those that torch calls below the level of
-Python, and names that a model's file has imported before.
+The functions below compute in bfloat16 and in float32, as under ``torch.autocast("cuda", torch.bfloat16)``; all others
+take what they are given. As there, a weight is cast once in a forward. Left out are functions that no known model
+calls, those that torch calls below the level of Python, and names that a model's file has imported before.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import wraps
+from functools import cache, wraps
 from typing import Any
 from unittest.mock import patch
 
@@ -37,36 +36,22 @@ IN_FLOAT32: Mapping[Any, Sequence[str]] = {
 }  # fmt: skip
 
 
-class CastWeights:
-    """The weights of one forward in bfloat16."""
-
-    def __init__(self) -> None:
-        self._cast: dict[int, torch.Tensor] = {}  # by the address of the parameter
-
-    def forget(self) -> None:
-        """Drop them: the forward is over."""
-        self._cast.clear()
-
-    def lowered(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A tensor of float32 in bfloat16, any other as it is."""
-        if tensor.dtype != torch.float32:
-            return tensor
-        if not isinstance(tensor, nn.Parameter):
-            return tensor.to(torch.bfloat16)
-        if id(tensor) not in self._cast:
-            self._cast[id(tensor)] = tensor.to(torch.bfloat16)
-        return self._cast[id(tensor)]
-
-
 @contextmanager
-def autocast_to_bfloat16() -> Iterator[CastWeights]:
-    """Cast while it is open, also where backward recomputes; yields the weights that were cast."""
-    weights = CastWeights()
+def autocast_to_bfloat16() -> Iterator[Callable[[], None]]:
+    """Cast while it is open, also where backward recomputes; yields a function that drops the weights that were cast.
+
+    Call that function at the end of a forward, where torch's autocast drops them.
+    """
+    cast_weight = cache(_to_bfloat16)
+
+    def lower(tensor: torch.Tensor) -> torch.Tensor:
+        return cast_weight(tensor) if isinstance(tensor, nn.Parameter) else _to_bfloat16(tensor)
+
     with ExitStack() as stack:
-        for table, cast in ((IN_BFLOAT16, weights.lowered), (IN_FLOAT32, _raised)):
+        for table, cast in ((IN_BFLOAT16, lower), (IN_FLOAT32, _to_float32)):
             for owner, name in ((owner, name) for owner, names in table.items() for name in names):
                 stack.enter_context(patch.object(owner, name, _casting(getattr(owner, name), cast)))
-        yield weights
+        yield cast_weight.cache_clear
 
 
 def _casting(function: Callable[..., Any], cast: Cast) -> Callable[..., Any]:
@@ -78,5 +63,11 @@ def _casting(function: Callable[..., Any], cast: Cast) -> Callable[..., Any]:
     return casting
 
 
-def _raised(tensor: torch.Tensor) -> torch.Tensor:
+def _to_bfloat16(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor of float32 in bfloat16, any other as it is."""
+    return tensor.to(torch.bfloat16) if tensor.dtype == torch.float32 else tensor
+
+
+def _to_float32(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor of bfloat16 in float32, any other as it is."""
     return tensor.float() if tensor.dtype == torch.bfloat16 else tensor

@@ -1,6 +1,7 @@
 """The largest batch that fits in memory for each strategy of a scaling study."""
 
 from collections.abc import Mapping
+from functools import cache
 from typing import NamedTuple
 
 from anabranch.planning.footprint import FRAGMENTATION, Setting, TrainingMode
@@ -35,13 +36,9 @@ def largest_batches(
     ``optimizer_name`` is the word for the estimator's optimizer in the assumptions. ``sharded`` is the setting of
     strategies that shard the model: the fewer ranks, the more each of them holds.
     """
-    largest: dict[tuple[str, Setting], int] = {}
-    batches: dict[str, int] = {}
-    for name, kind in kinds.items():
-        mode, setting = _mode(name, kind, ranks, sharded)
-        if (mode, setting) not in largest:
-            largest[mode, setting] = estimator.largest_batch(mode, setting, limit_nbytes)
-        batches[name] = largest[mode, setting]
+    largest_batch = cache(estimator.largest_batch)  # several strategies have the same memory
+    modes = {name: _mode(name, kind, ranks, sharded) for name, kind in kinds.items()}
+    batches = {name: largest_batch(mode, setting, limit_nbytes) for name, (mode, setting) in modes.items()}
     lost = f"{FRAGMENTATION:.0%} of it is lost between torch's blocks"
     assumptions = [f"memory: {said}" for said in (*estimator.assumptions, f"{optimizer_name} as the optimizer", lost)]
     if sharded is not None:

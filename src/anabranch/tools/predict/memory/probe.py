@@ -113,15 +113,14 @@ def probe(
         if device.type == "meta":
             stack.enter_context(device)
             stack.enter_context(saving_as_on_gpu())
-        cast_weights = stack.enter_context(autocast_to_bfloat16()) if half else None
+        end_forward = stack.enter_context(autocast_to_bfloat16()) if half else lambda: None
         model, loss = build(device)
         tracker = stack.enter_context(StorageTracker(device, convolution_workspace))
         weights = {tracker.number_of(tensor) for tensor in (*model.parameters(), *model.buffers())}
         gradients: set[int] = set()
         handles = _record_gradients(model, tracker, gradients)
         value = loss(model)
-        if cast_weights is not None:
-            cast_weights.forget()
+        end_forward()
         value.backward()
         del value
         for handle in handles:

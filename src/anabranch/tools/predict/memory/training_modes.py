@@ -1,6 +1,6 @@
 """The modes of training by the names that ``anabranch memory`` has for them, and the peak memory of each.
 
-Beside those that ``planning.footprint`` knows, there are rivals and sharded models:
+In addition to those of ``planning.footprint``, a rival and sharded models:
 
     naive sparse    weights n, gradients n, residual n; after backward a flat copy of all gradients, its magnitudes, an
                     all-gather of 2kP words and a decompressed update: n each, except for the all-gather

@@ -111,16 +111,12 @@ def _ladder(at_least: str) -> tuple[str, ...]:
 class CompressedStrategies:
     """Planners by the name of their strategy, such as "oktopk:0.01", and what their predictions assume.
 
-    ``exchanges`` are all those that these planners may choose.
+    ``priced`` gives a network of any world size a cost for every exchange that these planners may choose.
     """
 
     planners: Mapping[str, Planner]
-    exchanges: Sequence[Exchange]
+    priced: Callable[[Network], Network]
     assumptions: Sequence[str]
-
-    def priced(self, network: Network) -> Network:
-        """``network`` with a cost for every exchange that these planners may choose."""
-        return _with_costs(network, self.exchanges)
 
 
 def compressed_strategies(names: Sequence[str], trace: Trace, network: Network) -> CompressedStrategies:
@@ -128,8 +124,9 @@ def compressed_strategies(names: Sequence[str], trace: Trace, network: Network) 
     dense = dense_only(trace)
     wanted = {name: Compression.named(name) for name in names}
     planners = {name: compression.planner(dense) for name, compression in wanted.items()}
-    exchanges = exchanges_on(network, (kind for compression in wanted.values() for kind in compression.collectives))
-    return CompressedStrategies(planners, exchanges, _assumptions(wanted.values(), exchanges, network))
+    kinds = [kind for compression in wanted.values() for kind in compression.collectives]
+    assumptions = _assumptions(wanted.values(), exchanges_on(network, kinds), network)
+    return CompressedStrategies(planners, partial(priced, kinds=kinds, measured=network), assumptions)
 
 
 def exchanges_on(network: Network, kinds: Iterable[str]) -> list[Exchange]:
@@ -137,9 +134,14 @@ def exchanges_on(network: Network, kinds: Iterable[str]) -> list[Exchange]:
     return [found for kind in dict.fromkeys(kinds) if (found := _exchange(kind, network)) is not None]
 
 
-def priced(network: Network, kinds: Iterable[str]) -> Network:
-    """``network`` with a cost for those of these kinds that have a model and were not measured."""
-    return _with_costs(network, exchanges_on(network, kinds))
+def priced(network: Network, kinds: Iterable[str], measured: Network | None = None) -> Network:
+    """``network`` with a cost for those of these kinds that have a model and were not measured.
+
+    What exchanges compute is taken from ``measured``, by default ``network`` itself, where they were measured there.
+    """
+    for exchange in exchanges_on(measured or network, kinds):
+        network = exchange.priced(network)
+    return network
 
 
 def kind_of_bucket(collective: str) -> str:
@@ -172,12 +174,6 @@ def dense_only(trace: Trace) -> list[str]:
     """Names of the gradients that always travel dense: those that are not float32, bfloat16 or float16."""
     known = {("", 4), ("float32", 4), ("bfloat16", 2), ("float16", 2)}
     return [tensor.name for tensor in trace.tensors if tensor.kind not in known]
-
-
-def _with_costs(network: Network, exchanges: Iterable[Exchange]) -> Network:
-    for exchange in exchanges:
-        network = exchange.priced(network)
-    return network
 
 
 def _exchange(collective: str, network: Network | None = None) -> Exchange | None:

@@ -11,7 +11,6 @@ from anabranch.planning.simulator import finish_s
 from anabranch.tools.network_presets import NetworkRange
 from anabranch.tools.predict.scaling import sharding
 from anabranch.tools.predict.scaling.compression import (
-    CompressedStrategies,
     Compression,
     Planner,
     as_sent,
@@ -78,10 +77,14 @@ def scale(
     points: list[ScalePoint] = []
     of_networks: list[str] = []  # what the strategies assume of the networks
     report = on_point or (lambda *_: None)
+    dense = {name: planned(partial(planning.plan, planner=name)) for name in planners}
+    in_shards: dict[str, Runner] = {name: partial(sharding.run, sharding_mode(name)) for name in sharded}
     for network in ranges:
         compressed = compressed_strategies(compress, trace, network.middle)
         of_networks += compressed.assumptions
-        steps = _steps(trace, network, world_sizes, kinds, batches, compressed, scaling)
+        in_buckets = {name: planned(planner) for name, planner in compressed.planners.items()}
+        runners = {**dense, **in_buckets, **in_shards}
+        steps = sweep(trace, network, world_sizes, runners, scaling=scaling, batches=batches, pricing=compressed.priced)
         for number, point in enumerate(steps, 1):
             points.append(point)
             report(network.name, number, len(world_sizes) * len(kinds))
@@ -105,83 +108,53 @@ def strategy_kinds(planners: Sequence[str], compress: Sequence[str], sharded: Se
     return kinds | dict.fromkeys(sharded, "sharded")
 
 
-def _steps(
+def sweep(
     trace: Trace,
     network: NetworkRange,
     world_sizes: Sequence[int],
-    kinds: Mapping[str, Kind],
-    batches: Mapping[str, int],
-    compressed: CompressedStrategies,
-    scaling: Basis,
-) -> Iterator[ScalePoint]:
-    """The points of one network, each as soon as it is known."""
-    dense = {name: partial(planning.plan, planner=name) for name, kind in kinds.items() if kind == "dense"}
-    recorded = recorded_batch(trace)
-    return sweep(
-        trace,
-        network.middle,
-        world_sizes,
-        {**dense, **compressed.planners},
-        network_name=network.name,
-        scaling=scaling,
-        around=(network.low, network.high),
-        batches={name: batch / recorded for name, batch in batches.items() if recorded},
-        recorded_batch=recorded,
-        pricing=compressed.priced,
-        runners={name: partial(sharding.run, sharding_mode(name)) for name, kind in kinds.items() if kind == "sharded"},
-    )
-
-
-def sweep(
-    trace: Trace,
-    network: Network,
-    world_sizes: Sequence[int],
-    planners: Mapping[str, Planner],
+    runners: Mapping[str, Runner],
     *,
-    network_name: str = "",
     scaling: Basis = "weak",
-    around: Sequence[Network] = (),
-    batches: Mapping[str, float] | None = None,
-    recorded_batch: int | None = None,
-    pricing: Callable[[Network], Network] | None = None,
-    runners: Mapping[str, Runner] | None = None,
+    batches: Mapping[str, int] | None = None,
+    pricing: Callable[[Network], Network] = lambda network: network,
 ) -> Iterator[ScalePoint]:
-    """Every planner at every world size, on ``network`` carried to that size; a point as soon as it is known.
+    """Every strategy at every world size, on ``network`` carried to that size; a point as soon as it is known.
 
     Weak scaling keeps the batch per rank. Strong scaling keeps the global batch, of which each of N ranks computes 1/N.
-    ``batches`` is that batch by planner, as a multiple of the recorded batch; 1 for planners it does not name.
+    ``batches`` is that batch by strategy; strategies that it does not name have the batch of the trace.
 
-    Computing takes time in proportion to the batch. A plan is made for ``network``, and also runs on each of
-    ``around``: the shortest and the longest of these steps are the band. ``pricing`` adds the costs of further
-    collectives to a network of any world size. ``runners`` are strategies that have no plan of buckets; their points
-    come behind those of the planners.
+    Computing takes time in proportion to the batch. A strategy is planned for the middle of the network's band; its
+    shortest and its longest step in the band are the band of the point. ``pricing`` adds the costs of further
+    collectives to a network of any world size.
     """
     if scaling not in ("weak", "strong"):
         raise ValueError(f"scaling is {scaling!r}: expected 'weak' or 'strong'")
-    alone_s, scaled = trace.forward_s + trace.backward_s, cache(trace.scaled)
-    planned = {name: partial(_planned, planner) for name, planner in planners.items()}
-    strategies: dict[str, Runner] = {**planned, **(runners or {})}
+    alone_s, scaled, recorded = trace.forward_s + trace.backward_s, cache(trace.scaled), recorded_batch(trace)
     for world_size in world_sizes:
-        networks = [other.at(world_size) for other in (network, *around)]
-        if pricing is not None:
-            networks = [pricing(other) for other in networks]
-        for name, run in strategies.items():
-            total = (batches or {}).get(name, 1.0)  # of all ranks (strong) or of each (weak), in recorded batches
+        networks = [pricing(other.at(world_size)) for other in (network.middle, network.low, network.high)]
+        for name, run in runners.items():
+            # Of all ranks (strong) or of each (weak), in recorded batches.
+            total = batches[name] / recorded if batches and recorded and name in batches else 1.0
             here = scaled(total / world_size if scaling == "strong" else total)
             buckets, lanes, steps, error = run(here, networks)
             done = total if scaling == "strong" else total * world_size  # recorded batches per step, by all ranks
             speedup = done * alone_s / steps[0] if steps[0] else float(world_size)
-            samples = done * recorded_batch / steps[0] if recorded_batch and steps[0] else None
+            samples = done * recorded / steps[0] if recorded and steps[0] else None
             yield ScalePoint(
-                network_name, name, world_size, buckets, lanes, steps[0], min(steps), max(steps),
+                network.name, name, world_size, buckets, lanes, steps[0], min(steps), max(steps),
                 steps[0] - here.forward_s - here.backward_s, speedup, speedup / world_size, samples, error,
             )  # fmt: skip
 
 
-def _planned(planner: Planner, trace: Trace, networks: Sequence[Network]) -> Ran:
-    plan = planner(trace, networks[0])
-    steps_s = [trace.forward_s + finish_s(trace, plan, at) for at in networks]
-    return Ran(len(plan), plan.lanes, steps_s, error_of_plan(trace, as_sent(plan)))
+def planned(planner: Planner) -> Runner:
+    """The strategy that sends the buckets of this planner."""
+
+    def run(trace: Trace, networks: Sequence[Network]) -> Ran:
+        plan = planner(trace, networks[0])
+        steps_s = [trace.forward_s + finish_s(trace, plan, at) for at in networks]
+        return Ran(len(plan), plan.lanes, steps_s, error_of_plan(trace, as_sent(plan)))
+
+    return run
 
 
 def recorded_batch(trace: Trace) -> int | None:

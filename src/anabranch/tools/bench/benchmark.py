@@ -17,7 +17,7 @@ from anabranch.tools.bench.compiled import (
     compiled_step,
     start_compiler,
 )
-from anabranch.tools.bench.compress import compression
+from anabranch.tools.bench.compress_option import compression
 from anabranch.tools.bench.contestants import (
     DDP_OPTIONS,
     Contestant,
@@ -50,14 +50,12 @@ class Settings(RaceSettings):
 
     only           if given, contestants whose name contains one of these
     compiled       computing alone, DDP and every DataParallel also under torch.compile
-    sharded        FSDP2, by ``fsdp.planning.modes``
+    sharded        names of ``fsdp.planning.sharding_modes.SHARDING_MODES``
     search_steps   what each search may cost, and the steps after those that record in which it ends at its next
                    decision, with the best layout so far, for which graphs are still compiled; None: as ``THOROUGH``
     """
 
     profile_steps: int = 6
-    sizes_mib: Sequence[float] = (1, 5, 10, 50, 100)
-    lanes: Sequence[int] = (2, 4)
     compress: Sequence[str] = ()
     only: Sequence[str] = ()
     compiled: bool = False
@@ -93,7 +91,7 @@ class TunedModel:
 MoreContestants = Callable[[nn.Module, Step, Trace, Network, Sequence[Plan]], Sequence[Contestant]]
 
 
-def run(workload: Workload, settings: Settings, say: Say, more: MoreContestants = lambda *_: ()) -> Benchmark:
+def run_benchmark(workload: Workload, settings: Settings, say: Say, more: MoreContestants = lambda *_: ()) -> Benchmark:
     """Let DataParallel tune itself, then race all contestants. Collective; ``say`` gets a line of progress at times."""
     if dist.get_world_size() == 1:
         raise AnabranchError("there is one rank, so nothing to send and nothing to compare: run at least two")
@@ -170,10 +168,10 @@ def _contestants(
     ]
     found = [
         *reference_contestants(model, step, workload.device),
-        *ddp_contestants(model, step, trace, network, settings.sizes_mib, _on_nccl()),
+        *ddp_contestants(model, step, trace, network, _on_nccl()),
         ours.contestant(),
         *asked,
-        *planned_contestants(model, step, trace, network, settings.lanes),
+        *planned_contestants(model, step, trace, network),
     ]
     always = {COMPUTE, BASELINE, OURS, *(contestant.name for contestant in asked)}
     wanted = settings.only or ("",)  # which is part of every name

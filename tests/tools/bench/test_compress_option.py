@@ -3,7 +3,7 @@
 import pytest
 
 import anabranch as ab
-from anabranch.tools.bench.compress import compression
+from anabranch.tools.bench.compress_option import compression
 
 
 def test_what_it_means() -> None:

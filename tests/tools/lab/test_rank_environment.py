@@ -3,8 +3,8 @@
 import pytest
 
 from anabranch.tools.lab.cluster import Cluster
-from anabranch.tools.lab.environment import free_port, gpu_environment, rank_environment, shared_gpu_environment
 from anabranch.tools.lab.hosts import Host, local_hosts
+from anabranch.tools.lab.rank_environment import free_port, gpu_environment, rank_environment, shared_gpu_environment
 
 HOSTS = [Host(index, f"10.0.0.{index + 1}", "eth0") for index in range(4)]
 

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import anabranch as ab
-from anabranch.tools.bench import run as bench_run
+from anabranch.tools.bench import benchmark
 from anabranch.tools.bench.contestants import ALL_REDUCE, ddp_contestants, planned_contestants, reference_contestants
 from anabranch.tools.bench.workload import replay_workload, zoo_workload
 from anabranch.tools.bench.zoo import Step
@@ -105,8 +105,8 @@ def gradients(rank: int) -> dict[str, list[float]]:
 
     found = {}
     for contestant in [
-        *ddp_contestants(model, step, trace, network, [1e-5], False),
-        *planned_contestants(model, step, trace, network, [2]),
+        *ddp_contestants(model, step, trace, network, False),
+        *planned_contestants(model, step, trace, network),
     ]:
         with contestant.enter() as run:
             for _ in range(contestant.warmup + 1):
@@ -119,14 +119,14 @@ def gradients(rank: int) -> dict[str, list[float]]:
 
 
 def unmeasured() -> str:
-    usual, bench_run.THOROUGH = (
-        bench_run.THOROUGH,
+    usual, benchmark.THOROUGH = (
+        benchmark.THOROUGH,
         ab.TuningPolicy(min_predicted_gain=2.0, obvious_gain=2.0),
     )  # nothing is worth a measurement
-    settings = bench_run.Settings(iters=1, batches=1, warmup=0, profile_steps=2)
+    settings = benchmark.Settings(iters=1, batches=1, warmup=0, profile_steps=2)
     with pytest.raises(RuntimeError) as caught:
-        bench_run.run(replay_workload("tiny", tiny()), settings, lambda _: None)
-    bench_run.THOROUGH = usual
+        benchmark.run_benchmark(replay_workload("tiny", tiny()), settings, lambda _: None)
+    benchmark.THOROUGH = usual
     return str(caught.value)
 
 
@@ -143,11 +143,11 @@ def searched(search_steps: int | None) -> int:
 
         return model, counted
 
-    bench_run.THOROUGH = replace(
-        bench_run.THOROUGH, min_gain=-10.0, max_pairs=100, confidence=1e9, first_search_steps=10_000
+    benchmark.THOROUGH = replace(
+        benchmark.THOROUGH, min_gain=-10.0, max_pairs=100, confidence=1e9, first_search_steps=10_000
     )
-    settings = bench_run.Settings(profile_steps=2, search_steps=search_steps)
-    tuned = bench_run.tune(replace(workload, build=build), settings, AUTO, None, lambda text: None)
+    settings = benchmark.Settings(profile_steps=2, search_steps=search_steps)
+    tuned = benchmark.tune(replace(workload, build=build), settings, AUTO, None, lambda text: None)
     tuned.parallel.close()
     return taken[0]
 
@@ -202,7 +202,7 @@ def test_workloads() -> None:
     assert all(parameter.grad is not None for parameter in model.parameters())
     with pytest.raises(ValueError, match="model is 'nonsense': expected one of googlenet"):
         zoo_workload("nonsense", torch.device("cpu"))
-    assert [zoo_workload(text, torch.device("cpu"), 3).batch for text in ("gpt2:16", "gpt2")] == [16, 3]
+    assert [zoo_workload(text, torch.device("cpu")).batch for text in ("gpt2:16", "gpt2")] == [16, 8]
     for text in ("gpt2:0", "gpt2:many", "gpt2:-1", "gpt2:1:2"):
         with pytest.raises(ValueError, match="expected a batch from 1 on after the colon, such as gpt2:8"):
             zoo_workload(text, torch.device("cpu"))
