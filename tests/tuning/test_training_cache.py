@@ -173,7 +173,12 @@ def agreed(rank: int, folders: list[str], case: str) -> list[Any]:
     """What this rank gets, and says; the file of its folder, if it has one, is written for ``case``."""
     assert dist.group.WORLD is not None
     lines, model = Lines(), mlp()
-    cache = cache_of(model, folders[rank])
+    asked: dict[str, dict[str, Any]] = {
+        "more lanes than were asked for": {"lanes": 1},
+        "another network than was given": {"network": ab.Network.ring(2, 1e-5, 2e-9)},
+        "a kind that a gradient must not use": {"kinds": ("int8",), "excluded": {"int8": frozenset({"0.bias"})}},
+    }
+    cache = cache_of(model, folders[rank], replace(OPTIONS, **asked.get(case, {})))
     cache.note_input(batch(0, rows=4 + rank))  # other batches on other ranks
     assert cache.read(dist.group.WORLD, 64) is None
     choice = choice_for(model, 2, label=f"of rank {rank}")
@@ -190,8 +195,15 @@ def agreed(rank: int, folders: list[str], case: str) -> list[Any]:
     elif case == "a kind that was not asked for":
         assert choice.plan is not None
         choice = replace(choice, plan=ab.Plan((replace(choice.plan.buckets[0], collective="int8"),)))
+    elif case == "a kind that a gradient must not use":
+        assert choice.plan is not None
+        choice = replace(choice, plan=ab.Plan((replace(choice.plan.buckets[0], collective="int8"),)))
+        dense = choice.network.curve("dense")
+        choice = replace(choice, network=replace(choice.network, curves={"dense": dense, "int8": dense}))
     elif case == "many lanes":
         choice = choice_for(model, 2, lanes=3)
+    elif case == "more lanes than were asked for":
+        choice = choice_for(model, 2, lanes=2)
     elif case == "no plan":
         choice = replace(choice, plan=None)
     keep(cache, choice)
@@ -212,6 +224,9 @@ UNFIT = {
     "unknown kind": "by 'gossip': expected one of",
     "a kind that was not asked for": "sends gradients by int8, which this training did not ask for",
     "many lanes": "its plan needs 3 lanes: expected at most 2",
+    "more lanes than were asked for": "its plan needs 2 lanes: expected at most 1",
+    "another network than was given": "its network is not the one that was given",
+    "a kind that a gradient must not use": "sends 0.bias by int8, which must not be used for it",
 }
 
 

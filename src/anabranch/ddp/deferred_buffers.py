@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
+from anabranch.exchange.agreement import explained
 from anabranch.exchange.interface import Group, Steps
 from anabranch.exchange.lanes import Lane, Message
 
@@ -96,6 +97,7 @@ class DeferredBuffers:
             self._versions = [-1] * len(now)  # replaced buffers count as changed
         return same
 
+    @explained("ranks could not agree on the model's buffers")
     def _confirmed(self, same_shapes: bool) -> bool:
         """Whether rank 0's buffers are unchanged since it sent them, by version counter; misses writes to ``.data``."""
         unchanged = same_shapes and self._versions == [buffer._version for buffer in self._sent]

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from anabranch.exchange.agreement import from_all_ranks
+from anabranch.exchange.agreement import explained, from_all_ranks
 from anabranch.exchange.interface import Group
 
 USE_A_TORCH_GROUP = "Give it a process group of torch's own, from init_process_group or new_group, with Gloo or NCCL"
@@ -42,9 +42,7 @@ def clone_group(
             dist.new_group, timeout=timeout_of(group), backend=backend, pg_options=options, group_desc=description
         )
         new = [new_group(list(ranks)) for ranks in siblings] if siblings else [new_group()]
-        return next(
-            one for one in new if isinstance(one, dist.ProcessGroup)
-        )  # for groups of other ranks torch returns a constant
+        return next(one for one in new if isinstance(one, dist.ProcessGroup))  # for other ranks' groups: a constant
     # All ranks are here once each has every rank's bytes, so that the limit for connecting can be short.
     name = f"anabranch/{from_all_ranks(uuid4().bytes, group)[0].hex()}"
     timeout = timeout_of(group) or c10d.default_pg_timeout
@@ -52,16 +50,17 @@ def clone_group(
     store = c10d._get_process_group_store(group).clone()
     ranks = dist.get_process_group_ranks(group)
     made: Group
-    made, _ = c10d._new_process_group_helper(
-        group.size(),
-        group.rank(),
-        ranks,
-        dist.Backend(backend),
-        store,
-        name,
-        timeout=max(timeout / CONNECT_TIMEOUTS, MIN_CONNECT_TIMEOUT),
-        group_desc=description,
-    )
+    with explained(f"the group of the {description} could not be made"):
+        made, _ = c10d._new_process_group_helper(
+            group.size(),
+            group.rank(),
+            ranks,
+            dist.Backend(backend),
+            store,
+            name,
+            timeout=max(timeout / CONNECT_TIMEOUTS, MIN_CONNECT_TIMEOUT),
+            group_desc=description,
+        )
     backend_of(made, "cpu").set_timeout(timeout)
     c10d._world.pg_group_ranks[made] = {rank: index for index, rank in enumerate(ranks)}
     del c10d._world.pg_names[made]

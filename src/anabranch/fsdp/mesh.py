@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from anabranch.exchange.agreement import all_or_none, check_same, wire_device
+from anabranch.exchange.agreement import all_or_none, check_same, explained, wire_device
 from anabranch.exchange.groups import default_group, inherit_timeout
 from anabranch.exchange.interface import Group
 from anabranch.exchange.model_parameters import model_parts
@@ -50,6 +50,7 @@ def check_same_over(what: str, lines: Iterable[str], mesh: DeviceMesh) -> None:
     check_same(what, [shape, *lines], *mesh_groups(mesh))
 
 
+@explained()
 def over_mesh(numbers: Iterable[float], mesh: DeviceMesh, operation: Any) -> list[float]:
     """Each number over all ranks of the mesh. Collective."""
     groups = mesh_groups(mesh)

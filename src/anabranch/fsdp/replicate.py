@@ -23,7 +23,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.functional import pad
 
-from anabranch.exchange.agreement import all_or_none, check_same
+from anabranch.exchange.agreement import all_or_none, check_same, explained
 from anabranch.exchange.compression import Compress, Settings, described, settings_of
 from anabranch.exchange.dense import all_finite, dense
 from anabranch.exchange.external_buckets import ExternalBuckets, only_kind
@@ -330,6 +330,7 @@ def no_average(buffer: torch.Tensor) -> None:
     """The hook of a replication that is closed: FSDP2 takes no None."""
 
 
+@explained()
 def _any_rank(here: torch.Tensor, group: Group) -> bool:
     """Whether this is true on any rank of the group. Collective; waits for the device."""
     flag = here.to(torch.int32)

@@ -219,6 +219,7 @@ class Search:
         """Calibrate the network, or measure it again, where it predicts the layout in force worse than before."""
         if self.network.known is None:  # the first search was not worth while
             self.measure()
+            return
         for renew in (partial(self._calibrate, several_lanes=False), self.measure):
             if self.as_rank_0(self.network.outdated(self._known_trace, self.best, self.policy.max_drift)):
                 renew()

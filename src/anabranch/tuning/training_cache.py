@@ -145,16 +145,21 @@ class TrainingCache:
         sizes = {tensor.name: tensor.numel for tensor in choice.trace.tensors}
         if sizes != {name: parameter.numel() for name, parameter in self._parameters.items()}:
             raise PlanError("its trace has other gradients than this model trains")
+        # Only rank 0 compares networks: where ranks are given different ones, rank 0's counts.
+        if self._files is not None and self._options.network not in (None, choice.network):
+            raise PlanError("its network is not the one that was given (network=)")
         if choice.plan is None:
             return
-        if choice.plan.lanes > max_lanes:
-            raise PlanError(f"its plan needs {choice.plan.lanes} lanes: expected at most {max_lanes}")
+        if choice.plan.lanes > (most := min(max_lanes, self._options.lanes or max_lanes)):
+            raise PlanError(f"its plan needs {choice.plan.lanes} lanes: expected at most {most}")
         allowed = [DENSE, *options.kinds]
         if self._collectives.residuals.warmup_steps:
             allowed += warm_up_kinds(options.kinds, self._collectives, self._parameters)
         for bucket in choice.plan.buckets:
             if bucket.collective not in allowed:
                 raise PlanError(f"its plan sends gradients by {bucket.collective}, which this training did not ask for")
+            if wrong := sorted(options.excluded.get(bucket.collective, frozenset()).intersection(bucket.names)):
+                raise PlanError(f"its plan sends {wrong[0]} by {bucket.collective}, which must not be used for it")
 
 
 def key_lines(options: TuningOptions, ranks: int, backend: str) -> list[str]:
