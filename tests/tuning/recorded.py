@@ -263,13 +263,13 @@ class _World:
             on_step_end=lambda: None,
             loaded=list,
             summary=list,
+            use_plan=lambda _: None,
         )
         self.collectives = SimpleNamespace(
             residuals=residuals,
             max_ctas=None,
             kinds=tuple(given["options"]["kinds"]),
             supports=lambda *_: True,
-            use_plan=lambda _: None,
             family=lambda _: SimpleNamespace(probe=lambda _: None),
             close=lambda: None,
         )
