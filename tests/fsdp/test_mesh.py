@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import anabranch as ab
-from anabranch.fsdp.trial import _spare_nbytes, left_nbytes
+from anabranch.fsdp.find_sharding import _spare_nbytes, left_nbytes
 from anabranch.fsdp.watch import Watch
 from fsdp.small_model import Block, model_of, oktopk, train, two_nodes
 from ranks import on_ranks

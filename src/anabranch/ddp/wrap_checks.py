@@ -1,4 +1,4 @@
-"""Checks of both wrappers: no part of the model is wrapped already, and DDP can average its DTensors, if it has any."""
+"""What is checked when a model is wrapped: not wrapped already, no DTensors that DDP cannot average, buckets to plan."""
 
 import sys
 from typing import Any
@@ -6,6 +6,7 @@ from typing import Any
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from anabranch.ddp.compiled.graphs import optimize_ddp_mode
 from anabranch.ddp.reducer import running_ddp_of
 from anabranch.exchange.model_parameters import ignored_names
 
@@ -64,3 +65,9 @@ def dtensor_reason(module: nn.Module, device_mesh: Any = None) -> str:
             )
         return f"{name} is a DTensor (tensor parallel), of which DDP averages local parts"
     return ""
+
+
+def python_reducer_reason() -> str:
+    """Why nothing can be planned if DDP is wrapped now: it would have a reducer in Python; empty if it would not."""
+    mode = optimize_ddp_mode()
+    return f'torch._dynamo.config.optimize_ddp is "{mode}", so DDP averages without buckets' if "python" in mode else ""

@@ -19,7 +19,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from anabranch.exchange.residuals.momentum import not_shareable
-from anabranch.frameworks.checkpoint import load_rank_files, save_rank_file
+from anabranch.frameworks.comm_state import load_rank_files, save_rank_file
 from anabranch.frameworks.wrappers import Wrapper
 from anabranch.lean.parallel import LeanDataParallel
 from anabranch.parallel import DataParallel

@@ -90,7 +90,7 @@ class CompiledGraphs:
         """The wrapper is closed: torch shall not use its graphs for the next wrapper of this module."""
         _WRAPPED.discard(self)
 
-    # Called by torch, through cutter.py.
+    # Called by torch, through graph_cutter.py.
 
     def compile(self, graph: fx.GraphModule, inputs: Sequence[Any], compile_parts: CompileParts) -> Compiled | None:
         """The compiled graph, to be called instead of it; None if torch shall cut it by itself."""
@@ -118,10 +118,6 @@ class CompiledGraphs:
         self._graphs.append(weakref.ref(made))
         return made
 
-    def cuts(self, shape: GraphShape, fine: Cuts) -> Cuts:
-        """Where a graph is to be cut now; ``fine``: where it may be."""
-        return fine if self.parts is None else cuts_for(self.parts, shape, fine)
-
     def _settle_like(self, shape: GraphShape) -> None:
         """Keep the cuts of graphs with the same parameters."""
         for graph in self._alive:
@@ -141,13 +137,11 @@ class CompiledGraphs:
 
     def cuts_for(self, parts: Parts | None) -> int:
         """Count the cuts in all graphs if they are cut for these parts; None: as finely as at first."""
-        return sum(
-            len(graph.fine if parts is None else cuts_for(parts, graph.shape, graph.fine)) for graph in self._alive
-        )
+        return sum(len(graph.cuts_for(parts)) for graph in self._alive)
 
     def would_change(self, parts: Parts) -> bool:
         """Whether ``cut_for`` would have a graph compiled again."""
-        return any(graph.can_change and graph.cuts != cuts_for(parts, graph.shape, graph.fine) for graph in self._alive)
+        return any(graph.can_change and graph.cuts != graph.cuts_for(parts) for graph in self._alive)
 
     def cut_for(self, parts: Parts | None) -> None:
         """Let these gradients leave together, part by part, from the next forward on; None: as finely as at first."""
@@ -190,13 +184,7 @@ def _forward_codes(module: nn.Module) -> set[CodeType]:
     return {kind.forward.__code__ for kind in kinds if hasattr(kind.forward, "__code__")}
 
 
-def python_reducer_reason() -> str:
-    """Why nothing can be planned if DDP is wrapped now: it would have a reducer in Python; empty if it would not."""
-    mode = _optimize_ddp_mode()
-    return f'torch._dynamo.config.optimize_ddp is "{mode}", so DDP averages without buckets' if "python" in mode else ""
-
-
-def _optimize_ddp_mode() -> str:
+def optimize_ddp_mode() -> str:
     """What torch's compiler does for DDP; its default where a program has not imported it."""
     utils = _dynamo_utils()
     return utils.get_optimize_ddp_mode() if utils is not None else CUT_MODE
@@ -204,7 +192,7 @@ def _optimize_ddp_mode() -> str:
 
 def _uncut_reason() -> str:
     """Why torch does not ask where to cut; empty if it does."""
-    mode = _optimize_ddp_mode()
+    mode = optimize_ddp_mode()
     if mode == CUT_MODE:
         return ""
     return (
@@ -239,7 +227,7 @@ class CutGraph:
     ) -> None:
         self.shape = shape
         self.fine = fine
-        self.cuts = owner.cuts(shape, fine)
+        self.cuts = self.cuts_for(owner.parts)
         self._owner = owner
         self._graph: fx.GraphModule | None = graph  # None once it stays as it is
         self._compile_parts = compile_parts
@@ -253,6 +241,10 @@ class CutGraph:
     def can_change(self) -> bool:
         """Whether it can be compiled again."""
         return self._graph is not None
+
+    def cuts_for(self, parts: Parts | None) -> Cuts:
+        """Where it is cut for these parts; ``fine``, which is where it may be cut, for None."""
+        return self.fine if parts is None else cuts_for(parts, self.shape, self.fine)
 
     def settle(self) -> None:
         """Stay as it is."""
@@ -270,7 +262,7 @@ class CutGraph:
 
     def _change(self, inputs: Sequence[Any]) -> None:
         self._round = self._owner.round
-        self.cuts = self._owner.cuts(self.shape, self.fine)
+        self.cuts = self.cuts_for(self._owner.parts)
         if self.cuts not in self._compiled:
             assert self._graph is not None
             self._compiled[self.cuts] = self._compile_parts(self._graph, self.cuts, inputs, True)
