@@ -110,9 +110,6 @@ class DdpLayout:
             log.warning("anabranch: the memory format was changed after the model was wrapped: buckets are built again")
             self._build(self._planned_buckets if self._hook is not None else built_by_ddp(self._ddp), self._hook)
 
-    def before_change(self) -> None:
-        """No-op: DDP's reducer has no work in progress between steps."""
-
     def use(self, launcher: BucketLauncher | None) -> None:
         if launcher is None:
             if self._hook is not None:

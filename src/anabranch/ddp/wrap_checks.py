@@ -1,4 +1,4 @@
-"""What is checked when a model is wrapped: not wrapped already, no DTensors that DDP cannot average, buckets to plan."""
+"""What is checked when a model is wrapped: it is not wrapped already, and DDP can average it in buckets."""
 
 import sys
 from typing import Any

@@ -10,6 +10,7 @@ hooks before and after FSDP2's own, so that waiting for parameters is told apart
 
 from collections import deque
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from statistics import median
@@ -84,12 +85,12 @@ class Watch:
         self._now: _Pass | None = None
         self._ended: _Pass | None = None  # waits for the next one, until which the optimizer runs
         self._why = "none was made"  # the last pass was not recorded
-        self._undo: list[Callable[[], object]] = []
+        self._undo = ExitStack()
         self._gradients: list[Any] = []  # handles of hooks for this pass
         self._averages: list[Callable[[torch.Tensor], None]] = []  # our hooks around the exchange between nodes
         # In front of FSDP2's own hook, and behind it.
-        self._handle(model.register_forward_pre_hook(self._begin_pass, prepend=True))
-        self._handle(model.register_forward_pre_hook(self._mark_rooted))
+        self._undo.callback(model.register_forward_pre_hook(self._begin_pass, prepend=True).remove)
+        self._undo.callback(model.register_forward_pre_hook(self._mark_rooted).remove)
         for unit in self._units:
             for name, module in unit.blocks.items():
                 self._hook_block(name, module)
@@ -118,23 +119,23 @@ class Watch:
         blocks = []
         for name, following in zip(order, [*order[1:], None], strict=True):
             forward_s = median(self._forward_s(one, name, following) for one in passes)
-            backward_s = median(self._elapsed_s(*one.backward[name]) for one in passes)
+            backward_s = median(self._clock.elapsed_s(*one.backward[name]) for one in passes)
             blocks.append(Block(name, *self._sizes(unit_of[name], name), forward_s, backward_s))
         rest = [self._sizes(unit) for unit in self._units if not unit.blocks]
         device = torch.cuda.get_device_name(self._device) if self._device.type == "cuda" else "CPU"
         meta: Meta = {"source": "recorded", "steps": len(passes), "torch": torch.__version__, "device": device}
         return ShardedTrace(
             tuple(blocks), sum(nbytes for nbytes, _ in rest), sum(nbytes for _, nbytes in rest),
-            median(max(0.0, self._elapsed_s(one.rooted, one.due[order[0]])) for one in passes),
-            median(self._elapsed_s(one.forward[order[-1]][1], one.lost) for one in passes),
-            median(self._elapsed_s(one.averaged, one.updated) for one in passes),
+            median(max(0.0, self._clock.elapsed_s(one.rooted, one.due[order[0]])) for one in passes),
+            median(self._clock.elapsed_s(one.forward[order[-1]][1], one.lost) for one in passes),
+            median(self._clock.elapsed_s(one.averaged, one.updated) for one in passes),
             meta,
         )  # fmt: skip
 
     def timeline(self) -> Timeline:
         """The recorded step of median length, on three tracks: computing, messages inside, messages between nodes."""
         passes = self._recorded()
-        one = sorted(passes, key=lambda one: self._elapsed_s(one.begun, one.updated))[len(passes) // 2]
+        one = sorted(passes, key=lambda one: self._clock.elapsed_s(one.begun, one.updated))[len(passes) // 2]
         return Timeline(self._spans(one), {"source": "measured", "units": len(self.plan), "steps": len(passes)})
 
     def metrics(self) -> dict[str, float]:
@@ -174,17 +175,12 @@ class Watch:
 
     def close(self) -> None:
         """Remove all hooks; FSDP2's own collectives are used again."""
-        for undo in reversed(self._undo):
-            undo()
-        self._undo.clear()
+        self._undo.close()
         self._forget_gradients()
         self._now = None
         self._clock.close()
 
     # ----------------------------------------------------------------------------------------------- recording
-
-    def _handle(self, handle: Any) -> None:
-        self._undo.append(handle.remove)
 
     def _begin_pass(self, *_: object) -> None:
         """Runs before FSDP2's hook on the model; marks where a step begins."""
@@ -233,10 +229,13 @@ class Watch:
                 for tensor in outputs:
                     tensor.register_hook(partial(self._mark_loss_end, self._now))
 
-        self._handle(module.register_forward_pre_hook(due, prepend=True))
-        self._handle(module.register_forward_pre_hook(begin, with_kwargs=True))
-        self._handle(module.register_forward_hook(loss_ends, prepend=True))
-        self._handle(module.register_forward_hook(end))
+        for handle in (
+            module.register_forward_pre_hook(due, prepend=True),
+            module.register_forward_pre_hook(begin, with_kwargs=True),
+            module.register_forward_hook(loss_ends, prepend=True),
+            module.register_forward_hook(end),
+        ):
+            self._undo.callback(handle.remove)
 
     def _mark_loss_end(self, one: _Pass, gradient: torch.Tensor) -> None:  # noqa: ARG002
         """Runs before FSDP2's hook on the output of a block, of the last block first; marks where the loss ends."""
@@ -303,7 +302,7 @@ class Watch:
             if getattr(group, part) is ours:
                 setattr(group, part, theirs)
 
-        self._undo.append(undo)
+        self._undo.callback(undo)
 
     def _average(self, label: str, hook: Callable[[torch.Tensor], None] | None, buffer: torch.Tensor) -> None:
         """FSDP2's hook: behind the all-reduce of HSDP, which began when the reduce-scatter was over; else around it."""
@@ -330,18 +329,15 @@ class Watch:
         self._clock.settle()
         return list(self._passes)
 
-    def _elapsed_s(self, start: object, end: object) -> float:
-        return self._clock.elapsed_s(start, end)
-
     def _forward_s(self, one: _Pass, name: str, following: str | None) -> float:
         """Until the next block is due: what is computed between two blocks counts as the first one's."""
         begin, end = one.forward[name]
-        return max(0.0, self._elapsed_s(begin, one.due[following] if following is not None else end))
+        return max(0.0, self._clock.elapsed_s(begin, one.due[following] if following is not None else end))
 
     def _spans(self, one: _Pass) -> tuple[Span, ...]:
         """What happened in a pass, in the order of its begin. Time zero: backward starts."""
         names = list(one.forward)
-        at = partial(self._elapsed_s, one.backward[names[-1]][0])
+        at = partial(self._clock.elapsed_s, one.backward[names[-1]][0])
         spans = [Span(COMPUTE, "before", at(one.rooted), max(at(one.rooted), at(one.due[names[0]])))]
         for unit in self._units:
             if order := [name for name in names if name in unit.blocks]:
