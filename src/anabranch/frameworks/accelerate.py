@@ -124,9 +124,8 @@ class Wrappers:
             )
         prepared = self._stock["prepare_optimizer"](optimizer, device_placement=device_placement)
         own = getattr(prepared, "optimizer", prepared)
-        if (
-            not_shareable(own) is None and own not in self._optimizers
-        ):  # others must have no momentum in addition to OkTopk's
+        # Others must have no momentum in addition to OkTopk's.
+        if not_shareable(own) is None and own not in self._optimizers:
             self._optimizers.add(own)
             for wrapper in self._made.values():
                 _share_momentum(wrapper, own)

@@ -19,10 +19,8 @@ from anabranch.exchange.compression import Settings, keeps_residual, kinds_of
 from anabranch.lean.activations.blocks import END, REST, blocks_of
 from anabranch.lean.activations.solver import (
     Action,
-    ActivationChoice,
     BlockCosts,
     BudgetError,
-    Forecast,
     choose,
     predict,
     smallest_budget,
@@ -50,7 +48,7 @@ COPIED_NBYTES, COPIES = 64 << 20, 8  # to measure the device's memory: large eno
 
 
 @dataclass(frozen=True)
-class Held:
+class FixedMemory:
     """What a rank holds besides activations and residuals.
 
     weights_nbytes   parameters and buffers
@@ -64,18 +62,20 @@ class Held:
     gradients: Sequence[tuple[str, ReadyGradient]]
     exchanges: Sequence[tuple[TrainingMode, Setting]]
 
-    def storages(self, blocks: Sequence[BlockCosts], memory_nbytes_per_s: float) -> list["Storage"]:
+    def storages(self, blocks: Sequence[BlockCosts], memory_nbytes_per_s: float) -> list["ResidualStorage"]:
         """The ways to store residuals, the most exact first. Rounding reads and writes all values twice."""
-        step = self._step(blocks)
+        step = self._in_backward_order(blocks)
         exact_nbytes = max(residual_nbytes(step.profile, setting, mode) for mode, setting in self.exchanges)
-        found = [Storage("in place", step, self.exchanges)]
+        found = [ResidualStorage("in place", step, self.exchanges)]
         for how in ROUNDED if exact_nbytes else ():
             exchanges = [(mode._replace(residuals=how), setting) for mode, setting in self.exchanges]
             stored_nbytes = max(residual_nbytes(step.profile, setting, mode) for mode, setting in exchanges)
-            found.append(Storage(how, step, exchanges, (2 * exact_nbytes + 3 * stored_nbytes) / memory_nbytes_per_s))
+            found.append(
+                ResidualStorage(how, step, exchanges, (2 * exact_nbytes + 3 * stored_nbytes) / memory_nbytes_per_s)
+            )
         return found
 
-    def _step(self, blocks: Sequence[BlockCosts]) -> "BlockStep":
+    def _in_backward_order(self, blocks: Sequence[BlockCosts]) -> "BlockStep":
         """The step as the account sees it: gradients in the order in which the blocks are differentiated."""
         own: dict[str, list[ReadyGradient]] = {block.name: [] for block in reversed(blocks)}
         for block_name, gradient in self.gradients:
@@ -103,7 +103,7 @@ class BlockStep(NamedTuple):
     blocks_at: Mapping[tuple[int, bool], Sequence[str]]
 
 
-class Storage:
+class ResidualStorage:
     """One way to store residuals: what a rank then holds besides activations, and the ``extra_s`` of a step.
 
     ``held_nbytes``: what it holds at every moment; ``end_nbytes``: at the end of backward, when activations are gone.
@@ -137,15 +137,15 @@ class Storage:
         """The blocks with what is in memory next to their activations, for a solver whose room is all but ``held``."""
         return [replace(block, work_nbytes=block.work_nbytes + self._on_top_nbytes[block.name]) for block in blocks]
 
-    def fastest(self, blocks: Sequence[BlockCosts], room_nbytes: int) -> ActivationChoice | None:
-        """The fastest actions within the room, with the time of storing in the forecast; None where nothing fits."""
+    def fastest(self, blocks: Sequence[BlockCosts], room_nbytes: int) -> tuple[dict[str, Action], float] | None:
+        """The fastest actions within the room and the extra time of a step with them; None where nothing fits."""
         if max(self.end_nbytes, self.held_nbytes) > room_nbytes:
             return None
         try:
             actions, forecast = choose(self.occupied(blocks), room_nbytes - self.held_nbytes)
         except BudgetError:
             return None
-        return ActivationChoice(actions, forecast._replace(extra_s=forecast.extra_s + self.extra_s))
+        return actions, forecast.extra_s + self.extra_s
 
     def least_nbytes(self, blocks: Sequence[BlockCosts]) -> int:
         """The least room in which some actions fit."""
@@ -156,27 +156,25 @@ class WithinChoice(NamedTuple):
     """What was chosen within a budget; its fields are the JSON document that other ranks follow.
 
     actions         for activations
-    forecast        the extra time of a step, storing of residuals included, and the peak of activations
     residuals       how they are stored
     within_nbytes   the budget
     peak_nbytes     the predicted peak of a rank
-    tried           by how residuals are stored, the extra time of a step; None where it does not fit
+    tried           by how residuals are stored, the extra time of a step, storing included; None where it does not fit
     """
 
     actions: Mapping[str, Action]
-    forecast: Forecast
     residuals: ResidualPlacement
     within_nbytes: int
     peak_nbytes: int
     tried: Mapping[ResidualPlacement, float | None]
 
 
-def choose_within(blocks: Sequence[BlockCosts], storages: Sequence[Storage], budget_nbytes: int) -> WithinChoice:
+def choose_within(
+    blocks: Sequence[BlockCosts], storages: Sequence[ResidualStorage], budget_nbytes: int
+) -> WithinChoice:
     """What trains fastest within the budget; BudgetError, which names the least that would do, if nothing fits."""
     room_nbytes = int(budget_nbytes * (1 - FRAGMENTATION))
-    choices = {storage.residuals: storage.fastest(blocks, room_nbytes) for storage in storages}
-    tried = {how: None if choice is None else choice.forecast.extra_s for how, choice in choices.items()}
-    fitting = [(storage, choice) for storage in storages if (choice := choices[storage.residuals]) is not None]
+    fitting = [(storage, *found) for storage in storages if (found := storage.fastest(blocks, room_nbytes)) is not None]
     if not fitting:
         least = min(storage.least_nbytes(blocks) for storage in storages)
         raise BudgetError(
@@ -184,13 +182,13 @@ def choose_within(blocks: Sequence[BlockCosts], storages: Sequence[Storage], bud
             f"within it; give at least {_size(int(least / (1 - FRAGMENTATION)) + 1)}, or a smaller batch"
         )
     computing_s = sum(block.forward_s + block.backward_s for block in blocks)
-    enough_s = min(choice.forecast.extra_s for _, choice in fitting) + ALIKE * computing_s
-    storage, choice = next(one for one in fitting if one[1].forecast.extra_s <= enough_s)
-    peak_nbytes = storage.peak_nbytes(blocks, choice.actions)
-    return WithinChoice(*choice, storage.residuals, budget_nbytes, peak_nbytes, tried)
+    enough_s = min(extra_s for *_, extra_s in fitting) + ALIKE * computing_s
+    storage, actions, _ = next(one for one in fitting if one[-1] <= enough_s)
+    tried = dict.fromkeys((one.residuals for one in storages), None) | {one.residuals: s for one, _, s in fitting}
+    return WithinChoice(actions, storage.residuals, budget_nbytes, storage.peak_nbytes(blocks, actions), tried)
 
 
-def check_fits(message: Mapping[str, Any], blocks: Sequence[BlockCosts], storages: Sequence[Storage]) -> None:
+def check_fits(message: Mapping[str, Any], blocks: Sequence[BlockCosts], storages: Sequence[ResidualStorage]) -> None:
     """Raise BudgetError unless what rank 0 has chosen keeps within the budget on this rank, too."""
     storage = next(storage for storage in storages if storage.residuals == message["residuals"])
     peak_nbytes = storage.peak_nbytes(blocks, message["actions"])
