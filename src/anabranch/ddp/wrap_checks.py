@@ -32,7 +32,7 @@ def check_unwrapped(module: nn.Module, ours: type) -> None:
 def check_outermost(wrapper: nn.Module) -> None:
     """Raise RuntimeError if a DistributedDataParallel around this wrapper averages the same parameters.
 
-    Call it in the wrapper's forward: torch's constructor asks nobody.
+    Call it in the wrapper's forward: the constructor of the outer one, which is torch's, cannot check it.
     """
     outer = running_ddp_of(next(wrapper.parameters(), None))
     if outer is not None and outer is not wrapper:

@@ -287,17 +287,10 @@ def _spare_nbytes(model: nn.Module, mesh: DeviceMesh, device: torch.device) -> i
     sharing = Counter(from_all_ranks(uuid.encode(), *mesh_groups(mesh)))[uuid.encode()]
     shards = 2 * sum(parameter.to_local().nbytes for parameter in model.parameters())  # type: ignore[attr-defined]
     free, _ = torch.cuda.mem_get_info(device)
-    left = left_nbytes(free, sharing, torch.cuda.memory_reserved(device), torch.cuda.max_memory_allocated(device))
+    # Each rank on the device sees the same free bytes. What the allocator holds unused is this rank's alone.
+    left = free // sharing + torch.cuda.memory_reserved(device) - torch.cuda.max_memory_allocated(device)
     (least,) = over_mesh([float(left - shards)], mesh, dist.ReduceOp.MIN)
     return max(0, int(SPARE * least))
-
-
-def left_nbytes(free_nbytes: int, sharing: int, reserved_nbytes: int, used_nbytes: int) -> int:
-    """What a rank may use on top of ``used_nbytes``: its part of what is free, and what its allocator holds unused.
-
-    ``sharing`` ranks compute on the device: each of them sees the same free bytes.
-    """
-    return free_nbytes // sharing + reserved_nbytes - used_nbytes
 
 
 def _train_step(model: nn.Module, step: Step) -> None:

@@ -108,8 +108,8 @@ class Watch:
             if names := sorted(unit.blocks, key=order.index):
                 units.append(Unit(tuple(names), all(group._reshard_after_forward for group in unit.groups)))
         units.sort(key=lambda unit: order.index(unit.names[0]))
-        states: list[Any] = [m._get_fsdp_state() for m in self._model.modules() if isinstance(m, FSDPModule)]
-        return ShardingPlan(tuple(units), max(1, *(len(state._states_to_forward_prefetch) for state in states)))
+        prefetched = (len(unit.state._states_to_forward_prefetch) for unit in sharded_units(self._model))
+        return ShardingPlan(tuple(units), max(1, *prefetched))
 
     def trace(self) -> ShardedTrace:
         """What the blocks compute and weigh: medians over the recorded steps of this rank."""
@@ -141,13 +141,13 @@ class Watch:
     def metrics(self) -> dict[str, float]:
         """Numbers for a logger, of the step of median length: seconds of the step, of computing, of messages."""
         timeline = self.timeline()
-        seconds = {
-            track: sum(span.seconds for span in timeline.spans if span.track == track)
+        busy_s = {
+            f"{track}_s": sum(span.seconds for span in timeline.spans if span.track == track)
             for track in (COMPUTE, INSIDE, BETWEEN)
         }
         return {
             "step_s": timeline.iteration_s,
-            **{f"{track}_s": busy_s for track, busy_s in seconds.items()},
+            **busy_s,
             "exposed_s": timeline.exposed_s,
             "overlap": timeline.overlap,
         }

@@ -82,6 +82,23 @@ class Engine(StepObserver):
         self._handles: list[Any] = []
         self._drop_buckets()
 
+    def _drop_buckets(self) -> None:
+        """Drop the buckets of the plan in force, with their hooks, and all that is known of a backward pass."""
+        while self._handles:
+            self._handles.pop().remove()
+        self._slots = Slots(self._device)
+        self.buckets: list[LiveBucket] = []  # of the plan in force
+        self._launcher: BucketLauncher | None = None
+        self._launched = 0  # number of buckets launched in this backward pass
+        # From the first gradient to the first bucket; dropped here with its message, before its group is destroyed.
+        self._check_frozen: Callable[[], None] | None = None
+        self._any_gradient_arrived = False  # in this backward pass
+        # If False, a backward pass belongs to no forward of this model, and its gradients are left to the caller.
+        self._averaged_forward_ended = False
+        self.averaged_backward_running = False
+        self.updates.forget_buckets()
+        self.optimizers.forget_buckets()
+
     # Called by the runner of plans.
 
     def trained(self) -> dict[str, nn.Parameter]:
@@ -131,23 +148,6 @@ class Engine(StepObserver):
         """Remove the hooks and free all memory; an output that the user keeps refers to this object."""
         self._drop_buckets()
         self.optimizers.close()
-
-    def _drop_buckets(self) -> None:
-        """Drop the buckets of the plan in force, with their hooks, and all that is known of a backward pass."""
-        while self._handles:
-            self._handles.pop().remove()
-        self._slots = Slots(self._device)
-        self.buckets: list[LiveBucket] = []  # of the plan in force
-        self._launcher: BucketLauncher | None = None
-        self._launched = 0  # number of buckets launched in this backward pass
-        # From the first gradient to the first bucket; dropped here with its message, before its group is destroyed.
-        self._check_frozen: Callable[[], None] | None = None
-        self._any_gradient_arrived = False  # in this backward pass
-        # If False, a backward pass belongs to no forward of this model, and its gradients are left to the caller.
-        self._averaged_forward_ended = False
-        self.averaged_backward_running = False
-        self.updates.forget_buckets()
-        self.optimizers.forget_buckets()
 
     # From the end of forward to the update of every bucket.
 
