@@ -13,14 +13,7 @@ from torch._C._distributed_c10d import GradBucket
 from torch.autograd.graph import get_gradient_edge
 
 from anabranch.ddp.deferred_buffers import DeferredBuffers
-from anabranch.ddp.reducer import (
-    BucketIndices,
-    ExtensibleDDP,
-    Reduction,
-    built_by_ddp,
-    reduced_parameters,
-    relayout,
-)
+from anabranch.ddp.reducer import BucketIndices, ExtensibleDDP, Reduction, built_by_ddp, reduced_parameters, relayout
 from anabranch.exchange.bucket_launcher import BucketLauncher
 from anabranch.exchange.lanes import Lane
 from anabranch.exchange.model_parameters import trained_only

@@ -17,14 +17,7 @@ from torch import nn
 
 from anabranch.exchange.compression import Settings, keeps_residual, kinds_of
 from anabranch.lean.activations.blocks import END, REST, blocks_of
-from anabranch.lean.activations.solver import (
-    Action,
-    BlockCosts,
-    BudgetError,
-    choose,
-    predict,
-    smallest_budget,
-)
+from anabranch.lean.activations.solver import Action, BlockCosts, BudgetError, choose, predict, smallest_budget
 from anabranch.observe.clock import clock_for
 from anabranch.planning.footprint import (
     FRAGMENTATION,
@@ -214,7 +207,7 @@ def memory_nbytes_per_s(device: torch.device) -> float:
     return 2 * COPIES * COPIED_NBYTES / max(seconds, 1e-9)
 
 
-def described(message: Mapping[str, Any]) -> str:
+def described_choice(message: Mapping[str, Any]) -> str:
     """A line for ``explain()``."""
     gib, how = 1 << 30, Counter(message["actions"].values())
     activations = ", ".join(f"{count} {action}" for action, count in how.items())

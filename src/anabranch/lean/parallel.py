@@ -32,11 +32,11 @@ from anabranch.lean.memory_budget import (
     ResidualStorage,
     check_fits,
     choose_within,
+    described_choice,
     exchanges_of,
     gradients_of,
     memory_nbytes_per_s,
 )
-from anabranch.lean.memory_budget import described as described_within
 from anabranch.lean.optimizer_memory import memory_of, nbytes_of
 from anabranch.lean.options import Lean, check_lean
 from anabranch.lean.torch_patches import watch
@@ -172,7 +172,7 @@ class LeanDataParallel(Tuned, nn.Module):
         if self._tuner is None:
             return f"No plan: {self._no_plan_reason}. It cannot train: wrap the module again."
         chosen = self._activations.agreed
-        return "\n".join([super().explain(), *([described_within(chosen)] if chosen else [])])
+        return "\n".join([super().explain(), *([described_choice(chosen)] if chosen else [])])
 
     @property
     def grad_norm(self) -> torch.Tensor | None:
