@@ -85,10 +85,10 @@ def storages_of(blocks: list[BlockCosts], numel: int) -> list[ResidualStorage]:
 
 def accounted(storage: ResidualStorage, blocks: list[BlockCosts], actions: dict[str, Action]) -> int:
     """The peak that the account finds in a step with these activations."""
-    in_use_nbytes, profile = in_use(blocks, actions), storage.step.profile
+    in_use_nbytes, profile = in_use(blocks, actions), storage.profile
 
     def use(index: int, is_ready: bool) -> MemoryUse:
-        names = storage.step.blocks_at.get((index, is_ready), ())
+        names = storage.blocks_at.get((index, is_ready), ())
         return MemoryUse(max((in_use_nbytes[name] for name in names), default=0), profile.gradients[index].nbytes)
 
     gradients = tuple(

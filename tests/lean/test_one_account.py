@@ -90,12 +90,12 @@ def live(rank: int, compress: bool, clip_norm: float | None) -> dict[str, list[i
 def probed_peak(storage: ResidualStorage, activations: ActivationMode) -> int:
     """What Lean would predict if its blocks had shown what a run on tensors without data shows."""
     profile = estimator(activations)._profile(ROWS, activations)
-    own = {gradient.name: gradient for gradient in storage.step.profile.gradients}
+    own = {gradient.name: gradient for gradient in storage.profile.gradients}
     seen = tuple(
         replace(own[one.name], peak_before=one.peak_before, when_ready=one.when_ready) for one in profile.gradients
     )
     step = replace(
-        storage.step.profile,
+        storage.profile,
         gradients=seen,
         after_backward=profile.after_backward,
     )

@@ -149,8 +149,7 @@ def running_ddp_of(parameter: nn.Parameter | None) -> DistributedDataParallel | 
     """The DistributedDataParallel whose forward is running now, if it averages this parameter."""
     running: Any = DistributedDataParallel._active_ddp_module
     known = getattr(running, "_module_parameters", ())  # LeanDataParallel has none
-    averaged = any(one is parameter for one in known)
-    return running if averaged else None
+    return running if any(one is parameter for one in known) else None
 
 
 @contextmanager

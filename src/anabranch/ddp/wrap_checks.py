@@ -55,8 +55,7 @@ def dtensor_reason(module: nn.Module, device_mesh: Any = None) -> str:
     for name, parameter in module.named_parameters():
         if not isinstance(parameter, tensors.DTensor) or name in ignored:
             continue
-        sharded_here = device_mesh is None or parameter.device_mesh == device_mesh
-        if sharded_here:
+        if device_mesh is None or parameter.device_mesh == device_mesh:  # sharded among the ranks of this DDP
             placements = ", ".join(map(str, parameter.placements))
             raise ValueError(
                 f"{name} is a DTensor ({placements}), as fully_shard() and parallelize_module() make them, and "

@@ -39,6 +39,9 @@ ALIKE = 0.005  # share of the computing time by which choices may differ and cou
 ROUNDED: tuple[ResidualPlacement, ...] = ("bf16", "int8")
 COPIED_NBYTES, COPIES = 64 << 20, 8  # to measure the device's memory: large enough that start-up costs do not count
 
+# The blocks that may be differentiated at a moment of backward: by its gradient's index, and whether that is ready.
+BlocksAt = Mapping[tuple[int, bool], Sequence[str]]
+
 
 @dataclass(frozen=True)
 class FixedMemory:
@@ -57,19 +60,18 @@ class FixedMemory:
 
     def storages(self, blocks: Sequence[BlockCosts], memory_nbytes_per_s: float) -> list["ResidualStorage"]:
         """The ways to store residuals, the most exact first. Rounding reads and writes all values twice."""
-        step = self._in_backward_order(blocks)
-        exact_nbytes = max(residual_nbytes(step.profile, setting, mode) for mode, setting in self.exchanges)
-        found = [ResidualStorage("in place", step, self.exchanges)]
+        profile, blocks_at = self._in_backward_order(blocks)
+        exact_nbytes = max(residual_nbytes(profile, setting, mode) for mode, setting in self.exchanges)
+        found = [ResidualStorage("in place", profile, blocks_at, self.exchanges)]
         for how in ROUNDED if exact_nbytes else ():
             exchanges = [(mode._replace(residuals=how), setting) for mode, setting in self.exchanges]
-            stored_nbytes = max(residual_nbytes(step.profile, setting, mode) for mode, setting in exchanges)
-            found.append(
-                ResidualStorage(how, step, exchanges, (2 * exact_nbytes + 3 * stored_nbytes) / memory_nbytes_per_s)
-            )
+            stored_nbytes = max(residual_nbytes(profile, setting, mode) for mode, setting in exchanges)
+            extra_s = (2 * exact_nbytes + 3 * stored_nbytes) / memory_nbytes_per_s
+            found.append(ResidualStorage(how, profile, blocks_at, exchanges, extra_s))
         return found
 
-    def _in_backward_order(self, blocks: Sequence[BlockCosts]) -> "BlockStep":
-        """The step as the account sees it: gradients in the order in which the blocks are differentiated."""
+    def _in_backward_order(self, blocks: Sequence[BlockCosts]) -> tuple[StepProfile, BlocksAt]:
+        """A step without activations: gradients in the order in which the blocks are differentiated."""
         own: dict[str, list[ReadyGradient]] = {block.name: [] for block in reversed(blocks)}
         for block_name, gradient in self.gradients:
             own[block_name if block_name in own else blocks[0].name].append(gradient)  # what did not run comes last
@@ -82,18 +84,7 @@ class FixedMemory:
                 for is_ready in (False, True):
                     blocks_at[len(ready), is_ready].append(name)
                 ready.append(gradient)
-        return BlockStep(StepProfile(self.weights_nbytes, tuple(ready), NO_USE, self.optimizer), blocks_at)
-
-
-class BlockStep(NamedTuple):
-    """A step whose activations are known by block.
-
-    profile     without activations
-    blocks_at   the blocks that may be differentiated at a moment: by its gradient's index, and whether that is ready
-    """
-
-    profile: StepProfile
-    blocks_at: Mapping[tuple[int, bool], Sequence[str]]
+        return StepProfile(self.weights_nbytes, tuple(ready), NO_USE, self.optimizer), blocks_at
 
 
 class ResidualStorage:
@@ -105,20 +96,21 @@ class ResidualStorage:
     def __init__(
         self,
         residuals: ResidualPlacement,
-        step: BlockStep,
+        profile: StepProfile,
+        blocks_at: BlocksAt,
         exchanges: Sequence[tuple[TrainingMode, Setting]],
         extra_s: float = 0.0,
     ) -> None:
         self.residuals = residuals
         self.extra_s = extra_s
-        self.step, self.exchanges = step, exchanges
-        gradients = step.profile.gradients
-        moments = [moment for mode, setting in exchanges for moment in lean_moments(step.profile, setting, mode)]
+        self.profile, self.blocks_at, self.exchanges = profile, blocks_at, exchanges
+        gradients = profile.gradients
+        moments = [moment for mode, setting in exchanges for moment in lean_moments(profile, setting, mode)]
         self.held_nbytes = min(moment.footprint.nbytes for moment in moments)
         self.end_nbytes = max(moment.footprint.nbytes for moment in moments if moment.index == len(gradients))
         self._on_top_nbytes: dict[str, int] = {}  # by block: most that is held on top while it is differentiated
         for moment in moments:
-            for block in step.blocks_at.get((moment.index, moment.ready), ()):
+            for block in blocks_at.get((moment.index, moment.ready), ()):
                 nbytes = moment.footprint.nbytes + gradients[moment.index].nbytes - self.held_nbytes
                 self._on_top_nbytes[block] = max(self._on_top_nbytes.get(block, 0), nbytes)
 

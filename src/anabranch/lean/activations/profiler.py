@@ -312,11 +312,6 @@ class ManagedActivations:
         self._patched = recompute(model) if mode == "recompute" else None
         self._profiler = BlockProfiler(model) if mode == "auto" else None
 
-    @property
-    def actions(self) -> dict[str, Action]:
-        """The action of each block; empty while all are kept or profiled."""
-        return {} if self._patched is None else dict(self._patched.actions)
-
     def undo(self) -> None:
         """Leave the model as it was."""
         for patches in (self._patched, self._profiler):
