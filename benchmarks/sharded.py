@@ -32,8 +32,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.functional import cross_entropy
 
 import anabranch as ab
+from anabranch.fsdp.find_sharding import measure_links
 from anabranch.fsdp.mesh import over_mesh
-from anabranch.fsdp.trial import measure_links
 from anabranch.observe.measure import SHARDED as SHARDED_COLLECTIVES
 from anabranch.tools.lab.rank_environment import LAB
 

@@ -36,11 +36,11 @@ from anabranch.values.trace import TensorSpec, Trace
 from anabranch.values.version import __version__
 
 if _TYPE_CHECKING:
-    from anabranch.frameworks.checkpoint import CommState, ReplicationState
     from anabranch.frameworks.comm_hooks import CommHookState, oktopk_hook, quantised_hook
+    from anabranch.frameworks.comm_state import CommState, ReplicationState
+    from anabranch.fsdp.find_sharding import FoundSharding, find_sharding
     from anabranch.fsdp.replicate import Replication, replicate
     from anabranch.fsdp.shard import block_names, shard
-    from anabranch.fsdp.trial import FoundSharding, find_sharding
     from anabranch.fsdp.watch import Watch, watch
     from anabranch.lean.options import Activations, Lean
     from anabranch.lean.parallel import LeanDataParallel
@@ -116,11 +116,11 @@ _sys.modules.update({"anabranch.planners": planners, "anabranch.sharded": sharde
 _WITH_TORCH = {
     name: f"anabranch.{module}"
     for module, names in {
-        "frameworks.checkpoint": ("CommState", "ReplicationState"),
+        "frameworks.comm_state": ("CommState", "ReplicationState"),
         "frameworks.comm_hooks": ("CommHookState", "oktopk_hook", "quantised_hook"),
         "fsdp.replicate": ("Replication", "replicate"),
         "fsdp.shard": ("block_names", "shard"),
-        "fsdp.trial": ("FoundSharding", "find_sharding"),
+        "fsdp.find_sharding": ("FoundSharding", "find_sharding"),
         "fsdp.watch": ("Watch", "watch"),
         "lean.options": ("Activations", "Lean"),
         "lean.parallel": ("LeanDataParallel",),

@@ -16,10 +16,10 @@ from torch._compile import _disable_dynamo
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from anabranch.ddp.compiled.graphs import CompiledGraphs, python_reducer_reason
+from anabranch.ddp.compiled.graphs import CompiledGraphs
 from anabranch.ddp.layout import DdpLayout
 from anabranch.ddp.reducer import ExtensibleDDP, reduced_parameters, unwrap
-from anabranch.ddp.wrap_checks import check_outermost, check_unwrapped, dtensor_reason
+from anabranch.ddp.wrap_checks import check_outermost, check_unwrapped, dtensor_reason, python_reducer_reason
 from anabranch.exchange.collectives import Collectives
 from anabranch.exchange.compression import (
     Compress,

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import anabranch as ab
-from anabranch.frameworks.checkpoint import unpacked
+from anabranch.frameworks.comm_state import unpacked
 from frameworks.lightning_runs import (
     BATCHES,
     DENSE_PLAN,

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import anabranch as ab
-from anabranch.frameworks.checkpoint import unpacked
+from anabranch.frameworks.comm_state import unpacked
 from torchrun import KILLER, aborted_at_its_end, torchrun
 
 pytestmark = pytest.mark.skipif(find_spec("lightning") is None, reason="lightning is not installed")

@@ -33,7 +33,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import anabranch as ab
 from anabranch.exchange.agreement import from_all_ranks
-from anabranch.fsdp import trial as sharding_trial
+from anabranch.fsdp import find_sharding as sharding_trial
 from anabranch.fsdp.shard import no_groups_reason
 from anabranch.observe.measure import drive
 from anabranch.tools.cli.ranks import join

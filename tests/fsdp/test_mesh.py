@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import anabranch as ab
-from anabranch.fsdp.trial import _spare_nbytes, left_nbytes
+from anabranch.fsdp.find_sharding import _spare_nbytes
 from anabranch.fsdp.watch import Watch
 from fsdp.small_model import Block, model_of, oktopk, train, two_nodes
 from ranks import on_ranks
@@ -113,14 +113,6 @@ def unwatchable(rank: int) -> list[str]:
 
 def test_a_step_that_one_rank_cannot_record_is_an_error_everywhere() -> None:
     check(on_ranks(unwatchable, 2), [("RuntimeError: no step was recorded", "recording steps failed on ranks 1")])
-
-
-@pytest.mark.parametrize(
-    ("free", "sharing", "reserved", "used", "left"),
-    [(100, 1, 30, 20, 110), (100, 2, 30, 20, 60), (100, 3, 0, 0, 33), (0, 4, 30, 20, 10)],
-)
-def test_ranks_on_one_gpu_share_what_is_free(free: int, sharing: int, reserved: int, used: int, left: int) -> None:
-    assert left_nbytes(free, sharing, reserved, used) == left
 
 
 def spare(rank: int) -> int:

@@ -18,7 +18,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
 import anabranch as ab
 from anabranch.fsdp.planning import Unit, save
-from anabranch.fsdp.planning.simulator import REST, host_order, unit_label
+from anabranch.fsdp.planning.sharded_step import REST, host_order, unit_label
 from anabranch.fsdp.shard import no_groups_reason
 from fsdp.small_model import (
     BLOCKS,

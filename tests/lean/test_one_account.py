@@ -14,7 +14,7 @@ from torch.nn.functional import cross_entropy
 
 import anabranch as ab
 from anabranch.lean.activations.solver import Action, BlockCosts
-from anabranch.lean.memory_budget import Storage
+from anabranch.lean.memory_budget import ResidualStorage
 from anabranch.planning.footprint import Setting, peak_footprint
 from anabranch.tools.predict.memory.estimator import ActivationMode, MemoryEstimator
 from anabranch.tools.predict.memory.probe import Build, Loss
@@ -87,15 +87,15 @@ def live(rank: int, compress: bool, clip_norm: float | None) -> dict[str, list[i
     return found
 
 
-def probed_peak(storage: Storage, activations: ActivationMode) -> int:
+def probed_peak(storage: ResidualStorage, activations: ActivationMode) -> int:
     """What Lean would predict if its blocks had shown what a run on tensors without data shows."""
     profile = estimator(activations)._profile(ROWS, activations)
-    own = {gradient.name: gradient for gradient in storage.step.profile.gradients}
+    own = {gradient.name: gradient for gradient in storage.profile.gradients}
     seen = tuple(
         replace(own[one.name], peak_before=one.peak_before, when_ready=one.when_ready) for one in profile.gradients
     )
     step = replace(
-        storage.step.profile,
+        storage.profile,
         gradients=seen,
         after_backward=profile.after_backward,
     )

@@ -60,7 +60,7 @@ def uneven(rank: int, on_its_own: bool) -> list[str]:
         if on_its_own and rank == 1:
             model(batch(7))
         lean(batch(100 * step + rank)).sum().backward()
-    actions = list(lean._activations.actions)
+    actions = list(lean._activations._patched.actions)
     lean.close()
     return actions
 

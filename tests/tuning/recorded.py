@@ -253,7 +253,7 @@ class _World:
         self.layout: Any = SimpleNamespace(
             default_label="DDP's own buckets", default_plan=None,
             trained=lambda: parameters, report_averaged=lambda _: None, may_change=lambda _: True,
-            can_rebuild=lambda: True, before_forward=lambda: None, before_change=lambda: None, use=lambda _: None,
+            can_rebuild=lambda: True, before_forward=lambda: None, use=lambda _: None,
             close=lambda: None,
         )  # fmt: skip
         residuals = SimpleNamespace(

@@ -45,9 +45,6 @@ class FakeLayout:
     def before_forward(self) -> None:
         self.calls.append("before_forward")
 
-    def before_change(self) -> None:
-        self.calls.append("before_change")
-
     def use(self, launcher: BucketLauncher | None) -> None:
         self.calls.append(f"use {None if launcher is None else len(launcher.plan)}")
 
@@ -81,7 +78,7 @@ def changes() -> None:
     assert (runner.plan, runner.plan_in_force, runner.launcher) == (APART, None, None), "not before the next step"
     assert len(runner.lanes) == 2 and rig.residuals.calls == ["use_plan 2"]
     runner.before_forward(averaged=False)
-    assert runner.plan_in_force is None and rig.calls() == ["before_change", "before_forward"], "the layout may refuse"
+    assert runner.plan_in_force is None and rig.calls() == ["before_forward"], "the layout may refuse"
     runner.before_forward(averaged=True)
     assert runner.plan_in_force == runner.plan == APART and rig.calls() == ["before_forward", "use 2"]
     first = runner.launcher
@@ -126,7 +123,7 @@ def frozen() -> None:
     rig.layout.rebuildable = False
     runner.before_forward(averaged=True)
     assert runner.stale and runner.plan_in_force is None
-    assert rig.calls() == ["before_change", "before_forward"], "buckets stay"
+    assert rig.calls() == ["before_forward"], "buckets stay"
     rig.layout.rebuildable = True
     rig.layout.module.bias.requires_grad_(False)
     runner.use_plan(BOTH)

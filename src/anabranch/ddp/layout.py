@@ -13,15 +13,7 @@ from torch._C._distributed_c10d import GradBucket
 from torch.autograd.graph import get_gradient_edge
 
 from anabranch.ddp.deferred_buffers import DeferredBuffers
-from anabranch.ddp.reducer import (
-    BucketIndices,
-    ExtensibleDDP,
-    Hook,
-    Reduction,
-    built_by_ddp,
-    reduced_parameters,
-    relayout,
-)
+from anabranch.ddp.reducer import BucketIndices, ExtensibleDDP, Reduction, built_by_ddp, reduced_parameters, relayout
 from anabranch.exchange.bucket_launcher import BucketLauncher
 from anabranch.exchange.lanes import Lane
 from anabranch.exchange.model_parameters import trained_only
@@ -64,13 +56,12 @@ class DdpLayout:
         self._ddp_ref = weakref.ref(ddp)  # weak, so that a model that is not used any more is freed
         self.buffers = DeferredBuffers(lambda: self._ddp._current_buffers())
         self._own_buckets: BucketIndices | None = None  # the buckets that DDP built, once a plan has replaced them
-        self._planned_buckets: BucketIndices | None = None
         self._wrapped = reduced_parameters(ddp)
         self._hooked = {p: get_gradient_edge(p).node for p in self._wrapped.values()}
         # Watched for conversions, which are for all together: the largest of those that have a memory format.
         self._watched = max(self._hooked, key=lambda p: (p.dim() > 3, p.numel()))
         self._strides = self._watched.stride()
-        self._hook: Hook | None = None
+        self._launcher: BucketLauncher | None = None  # of the plan in force
         self._reduction: Reduction | None = None
         self._on_averaged: Callable[[], None] | None = None
 
@@ -108,27 +99,26 @@ class DdpLayout:
         """
         if self._watched.stride() != self._strides and not self.converted():
             log.warning("anabranch: the memory format was changed after the model was wrapped: buckets are built again")
-            self._build(self._planned_buckets if self._hook is not None else built_by_ddp(self._ddp), self._hook)
-
-    def before_change(self) -> None:
-        """No-op: DDP's reducer has no work in progress between steps."""
+            self._build(self._launcher)
 
     def use(self, launcher: BucketLauncher | None) -> None:
-        if launcher is None:
-            if self._hook is not None:
-                self._build(self._own_buckets, None)
-            return
-        if self._hook is None:
-            self._own_buckets = self._own_buckets or built_by_ddp(self._ddp)
-        self.buffers.control = launcher.lanes.control
-        self._planned_buckets = launcher.plan.indices(list(self._wrapped))
-        self._build(self._planned_buckets, PlanHook(launcher, self._send_buffers).run)
+        if launcher is not None:
+            self.buffers.control = launcher.lanes.control
+        if launcher is not self._launcher:
+            self._build(launcher)
 
-    def _build(self, buckets: BucketIndices | None, hook: Hook | None) -> None:
+    def _build(self, launcher: BucketLauncher | None) -> None:
+        """Build the buckets of this launcher's plan; None: DDP's own."""
+        if self._launcher is None:
+            self._own_buckets = self._own_buckets or built_by_ddp(self._ddp)
+        buckets, hook = self._own_buckets, None
+        if launcher is not None:
+            buckets = launcher.plan.indices(list(self._wrapped))
+            hook = PlanHook(launcher, self._send_buffers).run
         self._reduction = None  # before the reducer that holds it is replaced
         with trained_only(self._ddp.module, self._wrapped.values()):  # as DDP, which does not follow later changes
             relayout(self._ddp, buckets, hook)
-        self._hook = hook
+        self._launcher = launcher
         self._strides = self._watched.stride()
 
     def close(self) -> None:

@@ -30,7 +30,7 @@ class ExtensibleDDP(DistributedDataParallel):
     """A DistributedDataParallel whose extension points have names of our own, for a subclass to override."""
 
     _joining = False
-    _graph_cutter: Any = None  # is asked where torch.compile shall cut the model's graphs; None: torch decides
+    _graph_cutter: Any = None  # decides where torch.compile cuts the model's graphs; None: torch does
     _logged_before: Mapping[str, Any] | None = None  # the logging data of the reducer that this one has replaced
 
     def _before_forward(self, *inputs: Any, **kwargs: Any) -> None:
@@ -149,8 +149,7 @@ def running_ddp_of(parameter: nn.Parameter | None) -> DistributedDataParallel | 
     """The DistributedDataParallel whose forward is running now, if it averages this parameter."""
     running: Any = DistributedDataParallel._active_ddp_module
     known = getattr(running, "_module_parameters", ())  # LeanDataParallel has none
-    averaged = any(one is parameter for one in known)
-    return running if averaged else None
+    return running if any(one is parameter for one in known) else None
 
 
 @contextmanager

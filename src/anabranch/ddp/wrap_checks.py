@@ -1,4 +1,4 @@
-"""Checks of both wrappers: no part of the model is wrapped already, and DDP can average its DTensors, if it has any."""
+"""What is checked when a model is wrapped: it is not wrapped already, and DDP can average it in buckets."""
 
 import sys
 from typing import Any
@@ -6,6 +6,7 @@ from typing import Any
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from anabranch.ddp.compiled.graphs import optimize_ddp_mode
 from anabranch.ddp.reducer import running_ddp_of
 from anabranch.exchange.model_parameters import ignored_names
 
@@ -31,7 +32,7 @@ def check_unwrapped(module: nn.Module, ours: type) -> None:
 def check_outermost(wrapper: nn.Module) -> None:
     """Raise RuntimeError if a DistributedDataParallel around this wrapper averages the same parameters.
 
-    Call it in the wrapper's forward: torch's constructor asks nobody.
+    Call it in the wrapper's forward: the constructor of the outer one, which is torch's, cannot check it.
     """
     outer = running_ddp_of(next(wrapper.parameters(), None))
     if outer is not None and outer is not wrapper:
@@ -54,8 +55,7 @@ def dtensor_reason(module: nn.Module, device_mesh: Any = None) -> str:
     for name, parameter in module.named_parameters():
         if not isinstance(parameter, tensors.DTensor) or name in ignored:
             continue
-        sharded_here = device_mesh is None or parameter.device_mesh == device_mesh
-        if sharded_here:
+        if device_mesh is None or parameter.device_mesh == device_mesh:  # sharded among the ranks of this DDP
             placements = ", ".join(map(str, parameter.placements))
             raise ValueError(
                 f"{name} is a DTensor ({placements}), as fully_shard() and parallelize_module() make them, and "
@@ -64,3 +64,9 @@ def dtensor_reason(module: nn.Module, device_mesh: Any = None) -> str:
             )
         return f"{name} is a DTensor (tensor parallel), of which DDP averages local parts"
     return ""
+
+
+def python_reducer_reason() -> str:
+    """Why nothing can be planned if DDP is wrapped now: it would have a reducer in Python; empty if it would not."""
+    mode = optimize_ddp_mode()
+    return f'torch._dynamo.config.optimize_ddp is "{mode}", so DDP averages without buckets' if "python" in mode else ""

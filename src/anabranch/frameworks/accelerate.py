@@ -19,7 +19,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from anabranch.exchange.residuals.momentum import not_shareable
-from anabranch.frameworks.checkpoint import load_rank_files, save_rank_file
+from anabranch.frameworks.comm_state import load_rank_files, save_rank_file
 from anabranch.frameworks.wrappers import Wrapper
 from anabranch.lean.parallel import LeanDataParallel
 from anabranch.parallel import DataParallel
@@ -124,9 +124,8 @@ class Wrappers:
             )
         prepared = self._stock["prepare_optimizer"](optimizer, device_placement=device_placement)
         own = getattr(prepared, "optimizer", prepared)
-        if (
-            not_shareable(own) is None and own not in self._optimizers
-        ):  # others must have no momentum in addition to OkTopk's
+        # Others must have no momentum in addition to OkTopk's.
+        if not_shareable(own) is None and own not in self._optimizers:
             self._optimizers.add(own)
             for wrapper in self._made.values():
                 _share_momentum(wrapper, own)

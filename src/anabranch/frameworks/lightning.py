@@ -23,7 +23,7 @@ from torch import nn
 
 from anabranch.exchange.agreement import from_all_ranks, wire_device
 from anabranch.exchange.residuals.momentum import not_shareable
-from anabranch.frameworks.checkpoint import packed, unpacked
+from anabranch.frameworks.comm_state import packed, unpacked
 from anabranch.frameworks.wrappers import Wrapper, with_clipping
 from anabranch.lean.options import Lean, check_lean
 from anabranch.lean.parallel import LeanDataParallel

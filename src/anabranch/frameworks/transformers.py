@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from anabranch.frameworks import accelerate
-from anabranch.frameworks.checkpoint import load_rank_files, save_rank_file
+from anabranch.frameworks.comm_state import load_rank_files, save_rank_file
 from anabranch.frameworks.wrappers import Wrapper, with_clipping
 from anabranch.lean.options import Lean
 from anabranch.lean.parallel import LeanDataParallel

@@ -10,8 +10,8 @@ hook averages that shard among the ranks that have the same one in other nodes. 
 """
 
 import weakref
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -23,7 +23,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.functional import pad
 
-from anabranch.exchange.agreement import all_or_none, check_same, explained
+from anabranch.exchange.agreement import all_or_none, check_same, true_on_all_ranks
 from anabranch.exchange.compression import Compress, Settings, described, settings_of
 from anabranch.exchange.dense import all_finite, dense
 from anabranch.exchange.external_buckets import ExternalBuckets, only_kind
@@ -61,7 +61,7 @@ class ReplicatedUnit(NamedTuple):
 
     def trains_others(self) -> bool:
         """Whether parameters were frozen or unfrozen since replicate() was called."""
-        return _trained(self.record) != self.trained
+        return _requires_grad(self.record) != self.trained
 
     def is_whole(self, buffer: torch.Tensor) -> bool:
         """Whether ``buffer`` has the gradients of ``shards``, all of them, and of nothing else."""
@@ -85,8 +85,8 @@ def replicate(model: nn.Module, mesh: DeviceMesh, compress: Compress = None) -> 
                 f"compress is {compress!r}: between nodes every unit travels by one kind: expected bf16, int8, int4, "
                 "Quantised(...), or OkTopk(...) with one density"
             )
-        units = _units(model)
-        nodes, inside = _groups(mesh, units)
+        units = _replicated_units(model)
+        nodes, inside = _node_groups(mesh, units)
         if reason := no_clone_reason(nodes):
             raise ValueError(f"replicate() cannot run here: {reason}. {USE_A_TORCH_GROUP}")
         inherit_timeouts(mesh)
@@ -173,15 +173,13 @@ class Replication:
         """The number of zeros at the end of this rank's shard."""
         return self._shards[name].numel() - self.known[name].to_local().numel()
 
-    @contextmanager
-    def together(self, what: str) -> Iterator[None]:
+    def together(self, what: str) -> AbstractContextManager[None]:
         """A context that fails on all ranks of all nodes if it fails on one; nothing in it communicates."""
-        with all_or_none(what, self._lanes[0].group, self._inside):
-            yield
+        return all_or_none(what, self._lanes[0].group, self._inside)
 
     def any_in_node(self, here: bool) -> bool:
         """Whether any rank of this node says so. Collective in the node."""
-        return _any_rank(torch.tensor(here, device=self._device), self._inside)
+        return not true_on_all_ranks(not here, self._inside)
 
     def follow(self, scaler: Scaler) -> None:
         """Scale residuals with this GradScaler; call it on every rank, before the first step."""
@@ -330,14 +328,6 @@ def no_average(buffer: torch.Tensor) -> None:
     """The hook of a replication that is closed: FSDP2 takes no None."""
 
 
-@explained()
-def _any_rank(here: torch.Tensor, group: Group) -> bool:
-    """Whether this is true on any rank of the group. Collective; waits for the device."""
-    flag = here.to(torch.int32)
-    dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=group)
-    return bool(flag)
-
-
 def _scaler_skips(model: nn.Module, inside: Group) -> bool:
     """Whether a loss scaler will skip this step: it does on all ranks of a node if a shard on one is not finite."""
     shards: list[torch.Tensor] = [
@@ -345,15 +335,16 @@ def _scaler_skips(model: nn.Module, inside: Group) -> bool:
         for parameter in model.parameters()
         if parameter.grad is not None
     ]
-    device = next(model.parameters()).device
-    return _any_rank(~all_finite(*shards).to(device), inside)
+    return not true_on_all_ranks(bool(all_finite(*shards)), inside)
 
 
-def _units(model: nn.Module) -> list[ReplicatedUnit]:
+def _replicated_units(model: nn.Module) -> list[ReplicatedUnit]:
     """The units that FSDP2 made of the model; ValueError if not all gradients would be averaged by them."""
     names = {parameter: name for name, parameter in model.named_parameters()}
     units = [
-        _unit(*next(iter(unit.modules.items())), group, names) for unit in sharded_units(model) for group in unit.groups
+        _replicated_unit(*next(iter(unit.modules.items())), group, names)
+        for unit in sharded_units(model)
+        for group in unit.groups
     ]
     sharded = {name for unit in units for name in (*unit.shards, *unit.frozen)}
     if not units:
@@ -374,7 +365,7 @@ def _units(model: nn.Module) -> list[ReplicatedUnit]:
     return units
 
 
-def _unit(path: str, module: FSDPModule, group: Any, names: Mapping[nn.Parameter, str]) -> ReplicatedUnit:
+def _replicated_unit(path: str, module: FSDPModule, group: Any, names: Mapping[nn.Parameter, str]) -> ReplicatedUnit:
     """A unit, its parameters in the order of its buffer; also if all are frozen: they may be trained later."""
     if group._is_hsdp:
         raise ValueError(
@@ -400,20 +391,20 @@ def _unit(path: str, module: FSDPModule, group: Any, names: Mapping[nn.Parameter
                 "model.to_empty(device=...) and initialise it first, then replicate(model, mesh)"
             )
         if one.sharded_param.requires_grad:
-            shards[name] = _shard(name, one)
+            shards[name] = _shard_in_buffer(name, one)
         else:
             frozen[name] = torch.empty(1).expand(one.padded_sharded_param_size)
     return ReplicatedUnit(
-        f"the unit {path}" if path else "the root unit", module, group, _trained(group), shards, frozen
+        f"the unit {path}" if path else "the root unit", module, group, _requires_grad(group), shards, frozen
     )
 
 
-def _trained(group: Any) -> list[bool]:
+def _requires_grad(group: Any) -> list[bool]:
     """Of each parameter of a group of FSDP2's, whether it is trained now."""
     return [one.sharded_param.requires_grad for one in group.fsdp_params]
 
 
-def _shard(name: str, one: Any) -> torch.Tensor:
+def _shard_in_buffer(name: str, one: Any) -> torch.Tensor:
     """A tensor of the size, dtype and dimensions that this parameter's shard has in a unit's buffer; without memory."""
     parameter = one.sharded_param
     if parameter.grad_dtype != parameter.dtype:
@@ -424,7 +415,7 @@ def _shard(name: str, one: Any) -> torch.Tensor:
     return torch.empty(1, dtype=gradient_dtype(one), device=parameter.device).expand(one.padded_sharded_param_size)
 
 
-def _groups(mesh: DeviceMesh, units: Sequence[ReplicatedUnit]) -> tuple[Group, Group]:
+def _node_groups(mesh: DeviceMesh, units: Sequence[ReplicatedUnit]) -> tuple[Group, Group]:
     """The ranks that have this rank's shard, one in each node, and the ranks of this node."""
     if mesh.ndim != 2:
         raise ValueError(

@@ -47,7 +47,7 @@ def shard(
     options    of fully_shard(), such as mp_policy, but reshard_after_forward, which the plan decides
     """
     with fails_together("ab.shard()", mesh):
-        plan, units = _checked(model, plan, options)
+        plan, units = _read_plan(model, plan, options)
         inherit_timeouts(mesh)
     check_same_over("the sharding plan", dumps(plan).splitlines(), mesh)
     check_same_over("the model given to ab.shard()", described_model(model), mesh)
@@ -61,7 +61,7 @@ def shard(
     return model
 
 
-def _checked(
+def _read_plan(
     model: nn.Module, plan: ShardingPlan | str | os.PathLike[str] | None, options: Mapping[str, Any]
 ) -> tuple[ShardingPlan, list[list[nn.Module]]]:
     """The plan, read or made, and the blocks of its units; an error if they cannot be sharded so."""

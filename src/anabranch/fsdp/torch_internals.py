@@ -73,6 +73,6 @@ def is_finalized_by_hand(module: FSDPModule) -> bool:
 
 
 def is_in_backward(module: FSDPModule) -> bool:
-    """Whether FSDP2 waits for the end of a backward; after one that was broken off, for ever."""
+    """Whether FSDP2 waits for the end of a backward; it still does after one that was broken off by an error."""
     state: Any = module._get_fsdp_state()
     return bool(getattr(state._state_ctx, "post_backward_final_callback_queued", False))

@@ -10,6 +10,7 @@ hooks before and after FSDP2's own, so that waiting for parameters is told apart
 
 from collections import deque
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
 from statistics import median
@@ -22,7 +23,7 @@ from torch.autograd.graph import register_multi_grad_hook
 from torch.distributed.fsdp import FSDPModule
 
 from anabranch.fsdp.planning import Block, Links, ShardedTrace, ShardingPlan, Unit, simulate
-from anabranch.fsdp.planning.simulator import BETWEEN, INSIDE, REST_LABEL, unit_label
+from anabranch.fsdp.planning.sharded_step import BETWEEN, INSIDE, REST_LABEL, unit_label
 from anabranch.fsdp.replicate import no_average
 from anabranch.fsdp.torch_internals import gradient_dtype, is_finalized_by_hand, sharded_units
 from anabranch.observe.clock import clock_for
@@ -57,7 +58,7 @@ class _Pass:
 
 
 @dataclass(frozen=True, slots=True)
-class _Watched:
+class _WatchedUnit:
     """A unit of FSDP2's: its label, its blocks by name, and its parameter groups."""
 
     label: str
@@ -75,7 +76,7 @@ class Watch:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._units = _units(model)
+        self._units = _watched_units(model)
         self._names = {parameter: name for name, parameter in model.named_parameters()}
         # Where it computes: parameters that are offloaded are on the CPU.
         self._device = next(group.device for unit in self._units for group in unit.groups)
@@ -84,12 +85,12 @@ class Watch:
         self._now: _Pass | None = None
         self._ended: _Pass | None = None  # waits for the next one, until which the optimizer runs
         self._why = "none was made"  # the last pass was not recorded
-        self._undo: list[Callable[[], object]] = []
+        self._undo = ExitStack()
         self._gradients: list[Any] = []  # handles of hooks for this pass
         self._averages: list[Callable[[torch.Tensor], None]] = []  # our hooks around the exchange between nodes
         # In front of FSDP2's own hook, and behind it.
-        self._handle(model.register_forward_pre_hook(self._begin, prepend=True))
-        self._handle(model.register_forward_pre_hook(self._root_there))
+        self._undo.callback(model.register_forward_pre_hook(self._begin_pass, prepend=True).remove)
+        self._undo.callback(model.register_forward_pre_hook(self._mark_rooted).remove)
         for unit in self._units:
             for name, module in unit.blocks.items():
                 self._hook_block(name, module)
@@ -107,8 +108,8 @@ class Watch:
             if names := sorted(unit.blocks, key=order.index):
                 units.append(Unit(tuple(names), all(group._reshard_after_forward for group in unit.groups)))
         units.sort(key=lambda unit: order.index(unit.names[0]))
-        states: list[Any] = [m._get_fsdp_state() for m in self._model.modules() if isinstance(m, FSDPModule)]
-        return ShardingPlan(tuple(units), max(1, *(len(state._states_to_forward_prefetch) for state in states)))
+        prefetched = (len(unit.state._states_to_forward_prefetch) for unit in sharded_units(self._model))
+        return ShardingPlan(tuple(units), max(1, *prefetched))
 
     def trace(self) -> ShardedTrace:
         """What the blocks compute and weigh: medians over the recorded steps of this rank."""
@@ -118,35 +119,35 @@ class Watch:
         blocks = []
         for name, following in zip(order, [*order[1:], None], strict=True):
             forward_s = median(self._forward_s(one, name, following) for one in passes)
-            backward_s = median(self._s(*one.backward[name]) for one in passes)
+            backward_s = median(self._clock.elapsed_s(*one.backward[name]) for one in passes)
             blocks.append(Block(name, *self._sizes(unit_of[name], name), forward_s, backward_s))
         rest = [self._sizes(unit) for unit in self._units if not unit.blocks]
         device = torch.cuda.get_device_name(self._device) if self._device.type == "cuda" else "CPU"
         meta: Meta = {"source": "recorded", "steps": len(passes), "torch": torch.__version__, "device": device}
         return ShardedTrace(
             tuple(blocks), sum(nbytes for nbytes, _ in rest), sum(nbytes for _, nbytes in rest),
-            median(max(0.0, self._s(one.rooted, one.due[order[0]])) for one in passes),
-            median(self._s(one.forward[order[-1]][1], one.lost) for one in passes),
-            median(self._s(one.averaged, one.updated) for one in passes),
+            median(max(0.0, self._clock.elapsed_s(one.rooted, one.due[order[0]])) for one in passes),
+            median(self._clock.elapsed_s(one.forward[order[-1]][1], one.lost) for one in passes),
+            median(self._clock.elapsed_s(one.averaged, one.updated) for one in passes),
             meta,
         )  # fmt: skip
 
     def timeline(self) -> Timeline:
         """The recorded step of median length, on three tracks: computing, messages inside, messages between nodes."""
         passes = self._recorded()
-        one = sorted(passes, key=lambda one: self._s(one.begun, one.updated))[len(passes) // 2]
+        one = sorted(passes, key=lambda one: self._clock.elapsed_s(one.begun, one.updated))[len(passes) // 2]
         return Timeline(self._spans(one), {"source": "measured", "units": len(self.plan), "steps": len(passes)})
 
     def metrics(self) -> dict[str, float]:
         """Numbers for a logger, of the step of median length: seconds of the step, of computing, of messages."""
         timeline = self.timeline()
-        seconds = {
-            track: sum(span.seconds for span in timeline.spans if span.track == track)
+        busy_s = {
+            f"{track}_s": sum(span.seconds for span in timeline.spans if span.track == track)
             for track in (COMPUTE, INSIDE, BETWEEN)
         }
         return {
             "step_s": timeline.iteration_s,
-            **{f"{track}_s": busy_s for track, busy_s in seconds.items()},
+            **busy_s,
             "exposed_s": timeline.exposed_s,
             "overlap": timeline.overlap,
         }
@@ -174,19 +175,14 @@ class Watch:
 
     def close(self) -> None:
         """Remove all hooks; FSDP2's own collectives are used again."""
-        for undo in reversed(self._undo):
-            undo()
-        self._undo.clear()
+        self._undo.close()
         self._forget_gradients()
         self._now = None
         self._clock.close()
 
     # ----------------------------------------------------------------------------------------------- recording
 
-    def _handle(self, handle: Any) -> None:
-        self._undo.append(handle.remove)
-
-    def _begin(self, *_: object) -> None:
+    def _begin_pass(self, *_: object) -> None:
         """Runs before FSDP2's hook on the model; marks where a step begins."""
         if not torch.is_grad_enabled():
             return
@@ -195,7 +191,7 @@ class Watch:
             self._passes.append(self._ended)
         self._ended, self._now = None, _Pass(self._clock.mark())
 
-    def _root_there(self, *_: object) -> None:
+    def _mark_rooted(self, *_: object) -> None:
         if self._now is not None:
             self._now.rooted = self._clock.mark()
 
@@ -231,20 +227,23 @@ class Watch:
             if self._now is not None:
                 outputs[:] = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
                 for tensor in outputs:
-                    tensor.register_hook(partial(self._loss_over, self._now))
+                    tensor.register_hook(partial(self._mark_loss_end, self._now))
 
-        self._handle(module.register_forward_pre_hook(due, prepend=True))
-        self._handle(module.register_forward_pre_hook(begin, with_kwargs=True))
-        self._handle(module.register_forward_hook(loss_ends, prepend=True))
-        self._handle(module.register_forward_hook(end))
+        for handle in (
+            module.register_forward_pre_hook(due, prepend=True),
+            module.register_forward_pre_hook(begin, with_kwargs=True),
+            module.register_forward_hook(loss_ends, prepend=True),
+            module.register_forward_hook(end),
+        ):
+            self._undo.callback(handle.remove)
 
-    def _loss_over(self, one: _Pass, gradient: torch.Tensor) -> None:  # noqa: ARG002
+    def _mark_loss_end(self, one: _Pass, gradient: torch.Tensor) -> None:  # noqa: ARG002
         """Runs before FSDP2's hook on the output of a block, of the last block first; marks where the loss ends."""
         if one.lost is None:
             one.lost = self._clock.mark()
             # Callbacks run in order when backward ends; FSDP2 has queued the one that waits for reductions.
             queue = Variable._execution_engine.queue_callback
-            queue(lambda: queue(partial(self._end, one)))
+            queue(lambda: queue(partial(self._end_pass, one)))
 
     def _backward_begun(self, one: _Pass, name: str, gradient: torch.Tensor) -> None:  # noqa: ARG002
         one.backward.setdefault(name, [self._clock.mark(), None])
@@ -253,11 +252,11 @@ class Watch:
         if name in one.backward:
             one.backward[name][1] = self._clock.mark()
 
-    def _end(self, one: _Pass) -> None:
+    def _end_pass(self, one: _Pass) -> None:
         one.averaged = self._clock.mark()
         self._forget_gradients()
         if one is self._now:
-            self._why = self._missing(one)
+            self._why = self._why_incomplete(one)
             self._ended = None if self._why else one
             self._now = None
 
@@ -266,7 +265,7 @@ class Watch:
             handle.remove()
         self._gradients.clear()
 
-    def _missing(self, one: _Pass) -> str:
+    def _why_incomplete(self, one: _Pass) -> str:
         """Why this pass is no whole step; empty if it is one."""
         block: Any = next(module for unit in self._units for module in unit.blocks.values())
         groups = [group for unit in self._units for group in unit.groups]
@@ -284,10 +283,10 @@ class Watch:
                 return f"the last backward did not pass through {name}"
         return ""
 
-    def _time_messages(self, unit: _Watched, group: Any) -> None:
+    def _time_messages(self, unit: _WatchedUnit, group: Any) -> None:
         for part, what in (("_all_gather_comm", "gather"), ("_reduce_scatter_comm", "reduce")):
-            record = partial(self._message, INSIDE, what, unit.label)
-            self._replace(group, part, _Timed(getattr(group, part), record, self._clock))
+            record = partial(self._record_message, INSIDE, what, unit.label)
+            self._replace(group, part, _TimedCollective(getattr(group, part), record, self._clock))
         hook = group._all_reduce_hook
         if hook is not None or group._is_hsdp:
             self._averages.append(partial(self._average, unit.label, hook))
@@ -303,7 +302,7 @@ class Watch:
             if getattr(group, part) is ours:
                 setattr(group, part, theirs)
 
-        self._undo.append(undo)
+        self._undo.callback(undo)
 
     def _average(self, label: str, hook: Callable[[torch.Tensor], None] | None, buffer: torch.Tensor) -> None:
         """FSDP2's hook: behind the all-reduce of HSDP, which began when the reduce-scatter was over; else around it."""
@@ -313,9 +312,9 @@ class Watch:
         elif self._now is not None:
             # Nodes of one rank have no reduce-scatter, and this mark alone.
             start = next((end for _, _, of, _, end in reversed(self._now.messages) if of == label), start)
-        self._message(BETWEEN, "average", label, start, self._clock.mark())
+        self._record_message(BETWEEN, "average", label, start, self._clock.mark())
 
-    def _message(self, track: str, what: str, label: str, start: object, end: object) -> None:
+    def _record_message(self, track: str, what: str, label: str, start: object, end: object) -> None:
         if self._now is not None:
             self._now.messages.append((track, what, label, start, end))
 
@@ -330,18 +329,15 @@ class Watch:
         self._clock.settle()
         return list(self._passes)
 
-    def _s(self, start: object, end: object) -> float:
-        return self._clock.elapsed_s(start, end)
-
     def _forward_s(self, one: _Pass, name: str, following: str | None) -> float:
         """Until the next block is due: what is computed between two blocks counts as the first one's."""
         begin, end = one.forward[name]
-        return max(0.0, self._s(begin, one.due[following] if following is not None else end))
+        return max(0.0, self._clock.elapsed_s(begin, one.due[following] if following is not None else end))
 
     def _spans(self, one: _Pass) -> tuple[Span, ...]:
         """What happened in a pass, in the order of its begin. Time zero: backward starts."""
         names = list(one.forward)
-        at = partial(self._s, one.backward[names[-1]][0])
+        at = partial(self._clock.elapsed_s, one.backward[names[-1]][0])
         spans = [Span(COMPUTE, "before", at(one.rooted), max(at(one.rooted), at(one.due[names[0]])))]
         for unit in self._units:
             if order := [name for name in names if name in unit.blocks]:
@@ -361,7 +357,7 @@ class Watch:
             spans.append(Span(track, f"{what} {label}", start_s, free_s[track]))
         return tuple(sorted(spans, key=lambda span: span.start_s))
 
-    def _sizes(self, unit: _Watched, block: str = "") -> tuple[int, int]:
+    def _sizes(self, unit: _WatchedUnit, block: str = "") -> tuple[int, int]:
         """Bytes that are gathered and that are reduced for a block; for the whole unit where none is named."""
         nbytes = gradient_nbytes = 0
         for one in (one for group in unit.groups for one in group.fsdp_params):
@@ -373,7 +369,7 @@ class Watch:
         return nbytes, gradient_nbytes
 
 
-class _Timed:
+class _TimedCollective:
     """A collective of FSDP2's with marks around it."""
 
     def __init__(self, inner: Any, record: Callable[[object, object], None], clock: Any) -> None:
@@ -389,7 +385,7 @@ class _Timed:
         return result
 
 
-def _units(model: nn.Module) -> list[_Watched]:
+def _watched_units(model: nn.Module) -> list[_WatchedUnit]:
     """FSDP2's units in the order of the model's modules; one that holds others has no block, and is of the rest."""
     found = []
     for modules, _, groups in sharded_units(model):
@@ -397,7 +393,7 @@ def _units(model: nn.Module) -> list[_Watched]:
         holds_others = any(isinstance(inner, FSDPModule) for inner in first.modules() if inner is not first)
         if groups or not holds_others:
             blocks = {} if holds_others or not path else dict(modules)
-            found.append(_Watched(unit_label(list(blocks)) if blocks else path or REST_LABEL, blocks, groups))
+            found.append(_WatchedUnit(unit_label(list(blocks)) if blocks else path or REST_LABEL, blocks, groups))
     if not any(unit.blocks and unit.groups for unit in found):
         raise ValueError(
             "the model has no units to watch: call ab.shard(model, mesh), or fully_shard() for its blocks and itself"

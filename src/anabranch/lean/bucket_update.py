@@ -98,7 +98,7 @@ class Pending:
 class BucketUpdater:
     """Steps the optimizers of buckets.
 
-    clip_norm    as of Lean; None: nobody asked for the norm
+    clip_norm    Lean's clip_norm; None: the norm is not computed
     parameters   those of the model, in its order
     clip_value   the largest magnitude of an element of an average; None: any
 
@@ -129,7 +129,7 @@ class BucketUpdater:
     def update(self, bucket: LiveBucket, average: torch.Tensor, used: torch.Tensor | None, group: Group) -> Steps:
         """Step the bucket's optimizer with ``average``, which its exchange has left there; or hold the update.
 
-        ``used``: a number for each of the bucket's parameters, 0 if this rank did not use it; None: nobody asks.
+        ``used``: a number for each of the bucket's parameters, 0 if this rank did not use it; None: all are updated.
         """
         optimizer = bucket.optimizer
         if bucket.residual is not None and bucket.residual.packed is not None:
@@ -165,16 +165,12 @@ class BucketUpdater:
 
     def _hold(self, update: HeldUpdate) -> None:
         """Hold an update until the norm is known; a slot that other buckets use, too, is left as soon as possible."""
-
-        def hold() -> None:
-            self._held.append(update.compacted())
-
         if update.bucket.residual is None:  # nothing else uses the memory of its average before backward ends
             self._held.append(update)
         elif update.finite.is_cuda:
-            self._launch_later(update.held, hold)
+            self._launch_later(update.held, lambda: self._held.append(update.compacted()))
         else:
-            hold()
+            self._held.append(update.compacted())
 
     def _launch_later(self, average: torch.Tensor, launch: Callable[[], None]) -> None:
         """Call ``launch`` when all that the current stream has to do so far is done, before the slot is used again."""

@@ -73,8 +73,8 @@ class LiveBucket:
     def fill(self, slot: "Slot") -> None:
         """Make a slot ready for the exchange: move all gradients to it, or to the residual where there is one.
 
-        Beside a residual a slot begins as zeros, with one infinity if a gradient was not finite on this rank: every
-        rank learns of it and skips the update.
+        Of a bucket with a residual, the slot begins as zeros, with one infinity if a gradient was not finite on this
+        rank: every rank learns of it and skips the update.
         """
         if self.residual is None:
             self._flatten_into(slot.tensor)

@@ -72,23 +72,32 @@ class Engine(StepObserver):
         self.residuals = collectives.residuals
         self.updates = updates
         self.steps_done = 0
-        self.averaged_backward_running = False
-        self.buckets: list[LiveBucket] = []  # of the plan in force
         self._model = TrainedModel(module)
         self.parameters = self._model.parameters  # those that are updated in backward
         self.optimizers = BucketOptimizers(lean.optimizer, self.parameters)
         self._device = next(iter(self.parameters.values())).device
         self._pass = current_pass
         self._find_unused = find_unused
-        self._check_frozen: Callable[[], None] | None = None  # from the first gradient to the first bucket
         self._on_averaged: Callable[[], None] | None = None
-        self._launcher: BucketLauncher | None = None
+        self._handles: list[Any] = []
+        self._drop_buckets()
+
+    def _drop_buckets(self) -> None:
+        """Drop the buckets of the plan in force, with their hooks, and all that is known of a backward pass."""
+        while self._handles:
+            self._handles.pop().remove()
         self._slots = Slots(self._device)
+        self.buckets: list[LiveBucket] = []  # of the plan in force
+        self._launcher: BucketLauncher | None = None
         self._launched = 0  # number of buckets launched in this backward pass
+        # From the first gradient to the first bucket; dropped here with its message, before its group is destroyed.
+        self._check_frozen: Callable[[], None] | None = None
         self._any_gradient_arrived = False  # in this backward pass
         # If False, a backward pass belongs to no forward of this model, and its gradients are left to the caller.
         self._averaged_forward_ended = False
-        self._handles: list[Any] = []
+        self.averaged_backward_running = False
+        self.updates.forget_buckets()
+        self.optimizers.forget_buckets()
 
     # Called by the runner of plans.
 
@@ -116,9 +125,6 @@ class Engine(StepObserver):
             self.averaged_backward_running = False
         self._model.check()
 
-    def before_change(self) -> None:
-        """No-op: all exchanges of a step are over when its backward returns."""
-
     def use(self, launcher: BucketLauncher | None) -> None:
         assert launcher is not None  # there is a default plan
         self._drop_buckets()
@@ -142,19 +148,6 @@ class Engine(StepObserver):
         """Remove the hooks and free all memory; an output that the user keeps refers to this object."""
         self._drop_buckets()
         self.optimizers.close()
-
-    def _drop_buckets(self) -> None:
-        while self._handles:
-            self._handles.pop().remove()
-        self._slots = Slots(self._device)
-        self.buckets = []
-        self._launcher = None
-        self._launched = 0
-        self._check_frozen = None  # its message, before its group is destroyed
-        self._any_gradient_arrived = self._averaged_forward_ended = False
-        self.averaged_backward_running = False
-        self.updates.forget_buckets()
-        self.optimizers.forget_buckets()
 
     # From the end of forward to the update of every bucket.
 

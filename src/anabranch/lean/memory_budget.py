@@ -17,16 +17,7 @@ from torch import nn
 
 from anabranch.exchange.compression import Settings, keeps_residual, kinds_of
 from anabranch.lean.activations.blocks import END, REST, blocks_of
-from anabranch.lean.activations.solver import (
-    Action,
-    ActivationChoice,
-    BlockCosts,
-    BudgetError,
-    Forecast,
-    choose,
-    predict,
-    smallest_budget,
-)
+from anabranch.lean.activations.solver import Action, BlockCosts, BudgetError, choose, predict, smallest_budget
 from anabranch.observe.clock import clock_for
 from anabranch.planning.footprint import (
     FRAGMENTATION,
@@ -48,9 +39,12 @@ ALIKE = 0.005  # share of the computing time by which choices may differ and cou
 ROUNDED: tuple[ResidualPlacement, ...] = ("bf16", "int8")
 COPIED_NBYTES, COPIES = 64 << 20, 8  # to measure the device's memory: large enough that start-up costs do not count
 
+# The blocks that may be differentiated at a moment of backward: by its gradient's index, and whether that is ready.
+BlocksAt = Mapping[tuple[int, bool], Sequence[str]]
+
 
 @dataclass(frozen=True)
-class Held:
+class FixedMemory:
     """What a rank holds besides activations and residuals.
 
     weights_nbytes   parameters and buffers
@@ -64,19 +58,20 @@ class Held:
     gradients: Sequence[tuple[str, ReadyGradient]]
     exchanges: Sequence[tuple[TrainingMode, Setting]]
 
-    def storages(self, blocks: Sequence[BlockCosts], memory_nbytes_per_s: float) -> list["Storage"]:
+    def storages(self, blocks: Sequence[BlockCosts], memory_nbytes_per_s: float) -> list["ResidualStorage"]:
         """The ways to store residuals, the most exact first. Rounding reads and writes all values twice."""
-        step = self._step(blocks)
-        exact_nbytes = max(residual_nbytes(step.profile, setting, mode) for mode, setting in self.exchanges)
-        found = [Storage("in place", step, self.exchanges)]
+        profile, blocks_at = self._in_backward_order(blocks)
+        exact_nbytes = max(residual_nbytes(profile, setting, mode) for mode, setting in self.exchanges)
+        found = [ResidualStorage("in place", profile, blocks_at, self.exchanges)]
         for how in ROUNDED if exact_nbytes else ():
             exchanges = [(mode._replace(residuals=how), setting) for mode, setting in self.exchanges]
-            stored_nbytes = max(residual_nbytes(step.profile, setting, mode) for mode, setting in exchanges)
-            found.append(Storage(how, step, exchanges, (2 * exact_nbytes + 3 * stored_nbytes) / memory_nbytes_per_s))
+            stored_nbytes = max(residual_nbytes(profile, setting, mode) for mode, setting in exchanges)
+            extra_s = (2 * exact_nbytes + 3 * stored_nbytes) / memory_nbytes_per_s
+            found.append(ResidualStorage(how, profile, blocks_at, exchanges, extra_s))
         return found
 
-    def _step(self, blocks: Sequence[BlockCosts]) -> "BlockStep":
-        """The step as the account sees it: gradients in the order in which the blocks are differentiated."""
+    def _in_backward_order(self, blocks: Sequence[BlockCosts]) -> tuple[StepProfile, BlocksAt]:
+        """A step without activations: gradients in the order in which the blocks are differentiated."""
         own: dict[str, list[ReadyGradient]] = {block.name: [] for block in reversed(blocks)}
         for block_name, gradient in self.gradients:
             own[block_name if block_name in own else blocks[0].name].append(gradient)  # what did not run comes last
@@ -89,21 +84,10 @@ class Held:
                 for is_ready in (False, True):
                     blocks_at[len(ready), is_ready].append(name)
                 ready.append(gradient)
-        return BlockStep(StepProfile(self.weights_nbytes, tuple(ready), NO_USE, self.optimizer), blocks_at)
+        return StepProfile(self.weights_nbytes, tuple(ready), NO_USE, self.optimizer), blocks_at
 
 
-class BlockStep(NamedTuple):
-    """A step whose activations are known by block.
-
-    profile     without activations
-    blocks_at   the blocks that may be differentiated at a moment: by its gradient's index, and whether that is ready
-    """
-
-    profile: StepProfile
-    blocks_at: Mapping[tuple[int, bool], Sequence[str]]
-
-
-class Storage:
+class ResidualStorage:
     """One way to store residuals: what a rank then holds besides activations, and the ``extra_s`` of a step.
 
     ``held_nbytes``: what it holds at every moment; ``end_nbytes``: at the end of backward, when activations are gone.
@@ -112,20 +96,21 @@ class Storage:
     def __init__(
         self,
         residuals: ResidualPlacement,
-        step: BlockStep,
+        profile: StepProfile,
+        blocks_at: BlocksAt,
         exchanges: Sequence[tuple[TrainingMode, Setting]],
         extra_s: float = 0.0,
     ) -> None:
         self.residuals = residuals
         self.extra_s = extra_s
-        self.step, self.exchanges = step, exchanges
-        gradients = step.profile.gradients
-        moments = [moment for mode, setting in exchanges for moment in lean_moments(step.profile, setting, mode)]
+        self.profile, self.blocks_at, self.exchanges = profile, blocks_at, exchanges
+        gradients = profile.gradients
+        moments = [moment for mode, setting in exchanges for moment in lean_moments(profile, setting, mode)]
         self.held_nbytes = min(moment.footprint.nbytes for moment in moments)
         self.end_nbytes = max(moment.footprint.nbytes for moment in moments if moment.index == len(gradients))
         self._on_top_nbytes: dict[str, int] = {}  # by block: most that is held on top while it is differentiated
         for moment in moments:
-            for block in step.blocks_at.get((moment.index, moment.ready), ()):
+            for block in blocks_at.get((moment.index, moment.ready), ()):
                 nbytes = moment.footprint.nbytes + gradients[moment.index].nbytes - self.held_nbytes
                 self._on_top_nbytes[block] = max(self._on_top_nbytes.get(block, 0), nbytes)
 
@@ -137,15 +122,15 @@ class Storage:
         """The blocks with what is in memory next to their activations, for a solver whose room is all but ``held``."""
         return [replace(block, work_nbytes=block.work_nbytes + self._on_top_nbytes[block.name]) for block in blocks]
 
-    def fastest(self, blocks: Sequence[BlockCosts], room_nbytes: int) -> ActivationChoice | None:
-        """The fastest actions within the room, with the time of storing in the forecast; None where nothing fits."""
+    def fastest(self, blocks: Sequence[BlockCosts], room_nbytes: int) -> tuple[dict[str, Action], float] | None:
+        """The fastest actions within the room and the extra time of a step with them; None where nothing fits."""
         if max(self.end_nbytes, self.held_nbytes) > room_nbytes:
             return None
         try:
             actions, forecast = choose(self.occupied(blocks), room_nbytes - self.held_nbytes)
         except BudgetError:
             return None
-        return ActivationChoice(actions, forecast._replace(extra_s=forecast.extra_s + self.extra_s))
+        return actions, forecast.extra_s + self.extra_s
 
     def least_nbytes(self, blocks: Sequence[BlockCosts]) -> int:
         """The least room in which some actions fit."""
@@ -156,27 +141,25 @@ class WithinChoice(NamedTuple):
     """What was chosen within a budget; its fields are the JSON document that other ranks follow.
 
     actions         for activations
-    forecast        the extra time of a step, storing of residuals included, and the peak of activations
     residuals       how they are stored
     within_nbytes   the budget
     peak_nbytes     the predicted peak of a rank
-    tried           by how residuals are stored, the extra time of a step; None where it does not fit
+    tried           by how residuals are stored, the extra time of a step, storing included; None where it does not fit
     """
 
     actions: Mapping[str, Action]
-    forecast: Forecast
     residuals: ResidualPlacement
     within_nbytes: int
     peak_nbytes: int
     tried: Mapping[ResidualPlacement, float | None]
 
 
-def choose_within(blocks: Sequence[BlockCosts], storages: Sequence[Storage], budget_nbytes: int) -> WithinChoice:
+def choose_within(
+    blocks: Sequence[BlockCosts], storages: Sequence[ResidualStorage], budget_nbytes: int
+) -> WithinChoice:
     """What trains fastest within the budget; BudgetError, which names the least that would do, if nothing fits."""
     room_nbytes = int(budget_nbytes * (1 - FRAGMENTATION))
-    choices = {storage.residuals: storage.fastest(blocks, room_nbytes) for storage in storages}
-    tried = {how: None if choice is None else choice.forecast.extra_s for how, choice in choices.items()}
-    fitting = [(storage, choice) for storage in storages if (choice := choices[storage.residuals]) is not None]
+    fitting = [(storage, *found) for storage in storages if (found := storage.fastest(blocks, room_nbytes)) is not None]
     if not fitting:
         least = min(storage.least_nbytes(blocks) for storage in storages)
         raise BudgetError(
@@ -184,13 +167,13 @@ def choose_within(blocks: Sequence[BlockCosts], storages: Sequence[Storage], bud
             f"within it; give at least {_size(int(least / (1 - FRAGMENTATION)) + 1)}, or a smaller batch"
         )
     computing_s = sum(block.forward_s + block.backward_s for block in blocks)
-    enough_s = min(choice.forecast.extra_s for _, choice in fitting) + ALIKE * computing_s
-    storage, choice = next(one for one in fitting if one[1].forecast.extra_s <= enough_s)
-    peak_nbytes = storage.peak_nbytes(blocks, choice.actions)
-    return WithinChoice(*choice, storage.residuals, budget_nbytes, peak_nbytes, tried)
+    enough_s = min(extra_s for *_, extra_s in fitting) + ALIKE * computing_s
+    storage, actions, _ = next(one for one in fitting if one[-1] <= enough_s)
+    tried = dict.fromkeys((one.residuals for one in storages), None) | {one.residuals: s for one, _, s in fitting}
+    return WithinChoice(actions, storage.residuals, budget_nbytes, storage.peak_nbytes(blocks, actions), tried)
 
 
-def check_fits(message: Mapping[str, Any], blocks: Sequence[BlockCosts], storages: Sequence[Storage]) -> None:
+def check_fits(message: Mapping[str, Any], blocks: Sequence[BlockCosts], storages: Sequence[ResidualStorage]) -> None:
     """Raise BudgetError unless what rank 0 has chosen keeps within the budget on this rank, too."""
     storage = next(storage for storage in storages if storage.residuals == message["residuals"])
     peak_nbytes = storage.peak_nbytes(blocks, message["actions"])
@@ -216,7 +199,7 @@ def memory_nbytes_per_s(device: torch.device) -> float:
     return 2 * COPIES * COPIED_NBYTES / max(seconds, 1e-9)
 
 
-def described(message: Mapping[str, Any]) -> str:
+def described_choice(message: Mapping[str, Any]) -> str:
     """A line for ``explain()``."""
     gib, how = 1 << 30, Counter(message["actions"].values())
     activations = ", ".join(f"{count} {action}" for action, count in how.items())

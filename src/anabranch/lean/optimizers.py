@@ -232,7 +232,7 @@ def _check_step(optimizer: torch.optim.Optimizer, group: dict[str, Any], setting
 
 
 def _refuse_new_group(self: torch.optim.Optimizer, param_group: Any) -> None:
-    """Stand in for ``add_param_group()`` of the user's optimizer."""
+    """Replaces ``add_param_group()`` of the user's optimizer."""
     raise ValueError(
         f"{type(self).__name__}.add_param_group() of {len(param_group['params'])} parameters under Lean: its buckets "
         "are those of the module that was wrapped; close() this DataParallel and wrap a module that has them"
@@ -257,7 +257,7 @@ def _check_needs_no_closure(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _step_of_user(self: torch.optim.Optimizer, closure: Callable[[], Any] | None = None) -> Any:
-    """Stand in for ``step()`` of the user's optimizer: backward updates every bucket, also that of a closure."""
+    """Replaces ``step()`` of the user's optimizer: backward updates every bucket, also that of a closure."""
     if hasattr(self, "found_inf"):  # set by a scaler whose step() was called
         del self.found_inf
         raise RuntimeError(

@@ -91,16 +91,15 @@ class Lean:
             )
 
     def _check_optimizer(self) -> None:
-        given = type(self.optimizer)
-        if isinstance(self.optimizer, torch.optim.Optimizer) and not given.__module__.startswith(GIVEN_CLASSES):
-            raise ValueError(
-                f"Lean optimizer is a {given.__name__} of {given.__module__}: expected one of torch.optim, or a "
-                "function that makes one for the parameters it is given, since every bucket has its own; such as "
-                f"lambda params: {given.__name__}(params, ...)"
-            )
-        if not (
-            self.optimizer is None or isinstance(self.optimizer, torch.optim.Optimizer) or callable(self.optimizer)
-        ):
+        if isinstance(self.optimizer, torch.optim.Optimizer):
+            given = type(self.optimizer)
+            if not given.__module__.startswith(GIVEN_CLASSES):
+                raise ValueError(
+                    f"Lean optimizer is a {given.__name__} of {given.__module__}: expected one of torch.optim, or a "
+                    "function that makes one for the parameters it is given, since every bucket has its own; such as "
+                    f"lambda params: {given.__name__}(params, ...)"
+                )
+        elif self.optimizer is not None and not callable(self.optimizer):
             raise ValueError(f"Lean optimizer is {self.optimizer!r}: expected a function (parameters) -> optimizer")
 
     def _check_within(self) -> None:
@@ -124,13 +123,13 @@ class Lean:
 
     @property
     def activations_mode(self) -> Mode:
-        """The way in which activations are managed; within a budget a mix is chosen."""
+        """What happens to activations; "auto" within a budget, where a mix is chosen."""
         assert isinstance(self.activations, Activations)
         return self.activations.mode if self.within is None else "auto"
 
     @property
     def first_residuals(self) -> ResidualPlacement:
-        """The way in which residuals are stored at first: in little memory, while it is not chosen yet."""
+        """How residuals are stored at first: within a budget in the least memory, until it is chosen."""
         return self.residuals if self.within is None else "int8"
 
     def described(self) -> str:

@@ -28,15 +28,15 @@ from anabranch.lean.activations.solver import BlockCosts
 from anabranch.lean.bucket_update import BucketUpdater
 from anabranch.lean.engine import Engine, PassState, in_backward
 from anabranch.lean.memory_budget import (
-    Held,
-    Storage,
+    FixedMemory,
+    ResidualStorage,
     check_fits,
     choose_within,
+    described_choice,
     exchanges_of,
     gradients_of,
     memory_nbytes_per_s,
 )
-from anabranch.lean.memory_budget import described as described_within
 from anabranch.lean.optimizer_memory import memory_of, nbytes_of
 from anabranch.lean.options import Lean, check_lean
 from anabranch.lean.torch_patches import watch
@@ -118,7 +118,7 @@ class LeanDataParallel(Tuned, nn.Module):
         if alone and plan is None:
             tuning = replace(tuning, profile_steps=0)
         self._pass = PassState()
-        self._profiled: tuple[Sequence[BlockCosts], Sequence[Storage]] | None = None
+        self._profiled: tuple[Sequence[BlockCosts], Sequence[ResidualStorage]] | None = None
         self._activations = ManagedActivations(module, memory.activations_mode)
         self._undo_activations = weakref.finalize(self, self._activations.undo)
         self._undo_activations.atexit = False  # the module is not used after the interpreter has ended
@@ -172,7 +172,7 @@ class LeanDataParallel(Tuned, nn.Module):
         if self._tuner is None:
             return f"No plan: {self._no_plan_reason}. It cannot train: wrap the module again."
         chosen = self._activations.agreed
-        return "\n".join([super().explain(), *([described_within(chosen)] if chosen else [])])
+        return "\n".join([super().explain(), *([described_choice(chosen)] if chosen else [])])
 
     @property
     def grad_norm(self) -> torch.Tensor | None:
@@ -280,7 +280,7 @@ class LeanDataParallel(Tuned, nn.Module):
     def _after_forward(self, output: Any, averaged: bool) -> None:
         self._running_tuner().runner.timer.forward_ended(output, averaged)
 
-    def _held(self) -> Held:
+    def _fixed_memory(self) -> FixedMemory:
         """What this rank holds besides activations, now that the optimizer has its state."""
         tensors = {tensor.data_ptr(): tensor for tensor in (*self.module.parameters(), *self.module.buffers())}
         runner = self._running_tuner().runner
@@ -294,7 +294,7 @@ class LeanDataParallel(Tuned, nn.Module):
             blas_workspace_nbytes=BLAS_WORKSPACE_NBYTES if next(iter(parameters.values())).is_cuda else 0,
         )
         weights_nbytes = sum(allocated_nbytes(nbytes_of(tensor)) for tensor in tensors.values())
-        return Held(weights_nbytes, memory_of(self.optimizer), gradients, exchanges_of(self._compress, setting))
+        return FixedMemory(weights_nbytes, memory_of(self.optimizer), gradients, exchanges_of(self._compress, setting))
 
     def _choose(self) -> None:
         """Choose which activations are recomputed and, within a budget, how residuals are stored; after profiling."""
@@ -308,7 +308,7 @@ class LeanDataParallel(Tuned, nn.Module):
         budget_nbytes = self.memory.within_nbytes
         assert budget_nbytes is not None  # else nothing is profiled
         device = next(iter(self.layout.parameters.values())).device
-        self._profiled = blocks, self._held().storages(blocks, memory_nbytes_per_s(device))
+        self._profiled = blocks, self._fixed_memory().storages(blocks, memory_nbytes_per_s(device))
         return choose_within(*self._profiled, budget_nbytes)._asdict()
 
     def _agreed_choice(self, own: ChoiceMessage) -> ChoiceMessage:

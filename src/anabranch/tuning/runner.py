@@ -45,9 +45,6 @@ class Layout(Protocol):
     def before_forward(self) -> None:
         """Called before a forward that will be differentiated; raises if the model cannot continue."""
 
-    def before_change(self) -> None:
-        """Called before another plan is used: finish work in progress on the old buckets."""
-
     def use(self, launcher: BucketLauncher | None) -> None:
         """Build the buckets of the launcher's plan; None restores the layout's own buckets.
 
@@ -104,7 +101,6 @@ class PlanRunner:
         """Change to this plan at the next forward; None means the layout's own buckets. Collective."""
         if plan == self.plan:
             return
-        self.layout.before_change()
         if plan is not None:
             self.lanes.grow(plan.lanes)
         self._collectives.residuals.use_plan(plan)

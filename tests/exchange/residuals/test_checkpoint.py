@@ -11,7 +11,7 @@ import torch
 import anabranch as ab
 from anabranch.exchange.dense import SUMMABLE_BELOW
 from anabranch.exchange.residuals.checkpoint import check_saved
-from anabranch.frameworks.checkpoint import CommState, packed
+from anabranch.frameworks.comm_state import CommState, packed
 from parallel.given_gradients import fresh, one_step, two_buckets
 from ranks import on_ranks
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from anabranch import Network, PlanError
 from anabranch.fsdp.planning import Block, Links, ShardedTrace, ShardingPlan, peak_nbytes, plan, planner, step_s
-from anabranch.fsdp.planning.simulator import Finish, walk
+from anabranch.fsdp.planning.sharded_step import Finish, walk
 from fsdp.planning.twin import every_plan, fastest_s, links_of, sharded_traces
 
 MIB = 1 << 20

@@ -45,7 +45,7 @@ def test_the_chosen_mix_trains_the_same_to_the_bit(build: Callable[[], nn.Module
     assert_same(trained(build, steps=5), managed)
     choice = made[0].agreed
     assert choice["forecast"].peak_nbytes <= budget
-    assert made[0].actions == choice["actions"]
+    assert made[0]._patched is not None and made[0]._patched.actions == choice["actions"]
     assert (set(choice["actions"].values()) == {"keep"}) == (budget == 1 << 20)
 
 
@@ -79,7 +79,7 @@ def test_all_ranks_can_follow_one_choice() -> None:
     for _ in range(4):
         managed.choose(lambda blocks: choose(blocks, ROOMY)._asdict(), agree)
         step_of(model)()
-    assert managed.actions == theirs
+    assert managed._patched is not None and managed._patched.actions == theirs
     assert managed.agreed["actions"] == theirs
     managed.undo()
 

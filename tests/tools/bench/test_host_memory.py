@@ -10,7 +10,7 @@ from torch import nn
 
 import anabranch as ab
 from anabranch.exchange.groups import default_group
-from anabranch.fsdp.trial import measure_links
+from anabranch.fsdp.find_sharding import measure_links
 from anabranch.values.network import ALL_GATHER, REDUCE_SCATTER
 from fsdp.small_model import model_of, train, two_nodes
 from ranks import on_ranks

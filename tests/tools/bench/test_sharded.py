@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from anabranch.fsdp import trial as sharding_trial
+from anabranch.fsdp import find_sharding as sharding_trial
 from anabranch.fsdp.planning.sharding_modes import SHARDING_MODES, sharding_mode
 from anabranch.tools.bench.benchmark import Settings, run_benchmark
 from anabranch.tools.bench.sharded import sharded_contestants

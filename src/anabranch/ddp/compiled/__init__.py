@@ -1,1 +1,1 @@
-"""Compiled models: graphs of torch.compile, cut where gradients shall leave."""
+"""Compiled models: graphs of torch.compile, cut where buckets of gradients end."""

@@ -73,7 +73,7 @@ def cuts_for(parts: Sequence[Iterable[str]], shape: GraphShape, allowed: Cuts) -
 
 def _previous_cut(shape: GraphShape, before: Sequence[int], end: int, part_nbytes: float) -> int | None:
     """The cut that begins the part that ends before operation ``end``; None if it begins the graph."""
-    best: tuple[float, int] | None = None
+    found: list[int] = []
     most_nbytes = inf
     last_use = 0
     for position in range(end - 1, 0, -1):
@@ -83,11 +83,9 @@ def _previous_cut(shape: GraphShape, before: Sequence[int], end: int, part_nbyte
             break
         has_result = last_use >= end  # a part without one could not be placed
         if nbytes >= part_nbytes and has_result and shape.crossing[position] < inf:
-            if best is None:
-                most_nbytes = max(nbytes, SLACK * part_nbytes)
-            if best is None or shape.crossing[position] < best[0]:
-                best = shape.crossing[position], position
-    return best[1] if best is not None else None
+            most_nbytes = min(most_nbytes, max(nbytes, SLACK * part_nbytes))
+            found.append(position)
+    return min(found, key=shape.crossing.__getitem__, default=None)
 
 
 def operations(graph: fx.Graph) -> list[fx.Node]:

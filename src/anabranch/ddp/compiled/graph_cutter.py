@@ -6,7 +6,7 @@ It imports the compiler, so it is imported in a model's first forward, not with 
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -48,6 +48,7 @@ Compiled = Callable[..., Any]
 Compiler = Callable[..., Compiled]
 
 
+@cache
 def install() -> None:
     """Have torch ask us where to cut graphs, from now on; RuntimeError if this torch cannot.
 
@@ -56,28 +57,21 @@ def install() -> None:
     for owner, signatures in SIGNATURES:
         check_signatures("torch", TESTED, owner, signatures)
     torch_class: Any = torch_cutter.DDPOptimizer
-    if hasattr(torch_class, "cut_by_plan"):
-        return
 
     class PlannedCuts(torch_class):  # type: ignore[misc]
         """Cuts graphs of a DataParallel that plans where it says, and all others as torch does."""
 
         def compile_fn(self, gm: fx.GraphModule, example_inputs: list[Any], **options: Any) -> Any:
-            compiled = self.cut_by_plan(gm, example_inputs, partial(self.backend_compile_fn, **options))
-            return compiled if compiled is not None else super().compile_fn(gm, example_inputs, **options)
-
-        def cut_by_plan(self, graph: fx.GraphModule, inputs: list[Any], compiler: Compiler) -> Compiled | None:
-            """The compiled graph; None if torch shall cut it."""
+            compiler = partial(self.backend_compile_fn, **options)
+            compiled: Compiled | None = None
             graphs = running_graph_cutter()  # a CompiledGraphs
-            if graphs is None:
-                return None
-            if uses_cuda_graphs(self.backend_compile_fn):
+            if graphs is not None and uses_cuda_graphs(self.backend_compile_fn):
                 graphs.note(CUDA_GRAPHS)
-                return None
-            if not torch.is_grad_enabled():
-                return compiler(graph, inputs)  # there will be no backward in which gradients could leave
-            compiled: Compiled | None = graphs.compile(graph, inputs, partial(compile_parts, compiler))
-            return compiled
+            elif graphs is not None and not torch.is_grad_enabled():
+                compiled = compiler(gm, example_inputs)  # there will be no backward in which gradients could leave
+            elif graphs is not None:
+                compiled = graphs.compile(gm, example_inputs, partial(compile_parts, compiler))
+            return compiled if compiled is not None else super().compile_fn(gm, example_inputs, **options)
 
     torch_cutter.DDPOptimizer = PlannedCuts  # type: ignore[misc]
 

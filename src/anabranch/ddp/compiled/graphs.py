@@ -23,6 +23,7 @@ Compiled = Callable[..., Any]
 CompileParts = Callable[[fx.GraphModule, Cuts, Sequence[Any], bool], Compiled]
 Parts = Sequence[Sequence[str]]  # names of gradients that leave together, in order
 
+DYNAMO_UTILS = "torch._dynamo.utils"  # only programs that compile have imported it
 CUT_MODE = "ddp_optimizer"  # in this mode torch's compiler cuts graphs for DDP
 DYNAMIC_SHAPES = (
     "a graph has dynamic shapes, so it stays as it is: cut for the plan that there was when torch compiled it, or else "
@@ -54,7 +55,6 @@ class CompiledGraphs:
         self._settled = False
         self._notes: dict[str, None] = {}  # in the order in which they were found
         self._graphs: list[weakref.ref[CutGraph]] = []  # weak: torch drops graphs that it compiles again
-        self._installed = False
         self._codes: set[CodeType] = set()  # the code of forward() of each part of the module
         self.round = 0  # counts the changes of ``parts``
 
@@ -68,9 +68,8 @@ class CompiledGraphs:
 
         Call it in each forward: torch imports its compiler in the first one.
         """
-        if self._installed:
+        if self in _WRAPPED:
             return
-        self._installed = True
         self._codes = _forward_codes(module)
         try:
             from torch._C._dynamo.eval_frame import reset_code
@@ -87,13 +86,13 @@ class CompiledGraphs:
         _WRAPPED.add(self)
 
     def close(self) -> None:
-        """The wrapper is closed: torch shall not use its graphs for the next wrapper of this module."""
+        """The wrapper is closed: torch must not use its graphs for the next wrapper of this module."""
         _WRAPPED.discard(self)
 
-    # Called by torch, through cutter.py.
+    # Called by torch, through graph_cutter.py.
 
     def compile(self, graph: fx.GraphModule, inputs: Sequence[Any], compile_parts: CompileParts) -> Compiled | None:
-        """The compiled graph, to be called instead of it; None if torch shall cut it by itself."""
+        """The compiled graph, to be called instead of it; None if torch is to cut it."""
         if not self.cuts_graphs:
             return None
         names = [self._names.get(id(value)) for value in inputs]
@@ -108,7 +107,9 @@ class CompiledGraphs:
         is_dynamic = bool(fine) and has_dynamic_shapes(graph.graph)
         if is_dynamic:
             self.note(DYNAMIC_SHAPES)
-            self._settle_like(shape)  # torch has compiled them again, for all shapes
+            for older in self._alive:  # torch has compiled them again, for all shapes
+                if older.shape.first_use.keys() == shape.first_use.keys():
+                    older.settle()
             if self.parts is None:
                 return None  # fine cuts would stay for good, whatever they cost
         sample = names.index(next(iter(shape.first_use)))
@@ -117,16 +118,6 @@ class CompiledGraphs:
             made.settle()
         self._graphs.append(weakref.ref(made))
         return made
-
-    def cuts(self, shape: GraphShape, fine: Cuts) -> Cuts:
-        """Where a graph is to be cut now; ``fine``: where it may be."""
-        return fine if self.parts is None else cuts_for(self.parts, shape, fine)
-
-    def _settle_like(self, shape: GraphShape) -> None:
-        """Keep the cuts of graphs with the same parameters."""
-        for graph in self._alive:
-            if graph.shape.first_use.keys() == shape.first_use.keys():
-                graph.settle()
 
     def note(self, obstacle: str) -> None:
         """Remember an obstacle to cutting by the plan, for explain()."""
@@ -141,13 +132,11 @@ class CompiledGraphs:
 
     def cuts_for(self, parts: Parts | None) -> int:
         """Count the cuts in all graphs if they are cut for these parts; None: as finely as at first."""
-        return sum(
-            len(graph.fine if parts is None else cuts_for(parts, graph.shape, graph.fine)) for graph in self._alive
-        )
+        return sum(len(graph.cuts_for(parts)) for graph in self._alive)
 
     def would_change(self, parts: Parts) -> bool:
         """Whether ``cut_for`` would have a graph compiled again."""
-        return any(graph.can_change and graph.cuts != cuts_for(parts, graph.shape, graph.fine) for graph in self._alive)
+        return any(graph.can_change and graph.cuts != graph.cuts_for(parts) for graph in self._alive)
 
     def cut_for(self, parts: Parts | None) -> None:
         """Let these gradients leave together, part by part, from the next forward on; None: as finely as at first."""
@@ -190,21 +179,15 @@ def _forward_codes(module: nn.Module) -> set[CodeType]:
     return {kind.forward.__code__ for kind in kinds if hasattr(kind.forward, "__code__")}
 
 
-def python_reducer_reason() -> str:
-    """Why nothing can be planned if DDP is wrapped now: it would have a reducer in Python; empty if it would not."""
-    mode = _optimize_ddp_mode()
-    return f'torch._dynamo.config.optimize_ddp is "{mode}", so DDP averages without buckets' if "python" in mode else ""
-
-
-def _optimize_ddp_mode() -> str:
+def optimize_ddp_mode() -> str:
     """What torch's compiler does for DDP; its default where a program has not imported it."""
-    utils = _dynamo_utils()
+    utils: Any = sys.modules.get(DYNAMO_UTILS)
     return utils.get_optimize_ddp_mode() if utils is not None else CUT_MODE
 
 
 def _uncut_reason() -> str:
     """Why torch does not ask where to cut; empty if it does."""
-    mode = _optimize_ddp_mode()
+    mode = optimize_ddp_mode()
     if mode == CUT_MODE:
         return ""
     return (
@@ -215,13 +198,8 @@ def _uncut_reason() -> str:
 
 def _has_compiled() -> bool:
     """Whether torch has compiled any graph in this process."""
-    utils = _dynamo_utils()
+    utils: Any = sys.modules.get(DYNAMO_UTILS)
     return utils is not None and utils.counters["stats"]["unique_graphs"] > 0
-
-
-def _dynamo_utils() -> Any:
-    """The compiler's module that knows; None where a program has not imported the compiler."""
-    return sys.modules.get("torch._dynamo.utils")
 
 
 class CutGraph:
@@ -239,7 +217,7 @@ class CutGraph:
     ) -> None:
         self.shape = shape
         self.fine = fine
-        self.cuts = owner.cuts(shape, fine)
+        self.cuts = self.cuts_for(owner.parts)
         self._owner = owner
         self._graph: fx.GraphModule | None = graph  # None once it stays as it is
         self._compile_parts = compile_parts
@@ -253,6 +231,10 @@ class CutGraph:
     def can_change(self) -> bool:
         """Whether it can be compiled again."""
         return self._graph is not None
+
+    def cuts_for(self, parts: Parts | None) -> Cuts:
+        """Where it is cut for these parts; ``fine``, which is where it may be cut, for None."""
+        return self.fine if parts is None else cuts_for(parts, self.shape, self.fine)
 
     def settle(self) -> None:
         """Stay as it is."""
@@ -270,7 +252,7 @@ class CutGraph:
 
     def _change(self, inputs: Sequence[Any]) -> None:
         self._round = self._owner.round
-        self.cuts = self._owner.cuts(self.shape, self.fine)
+        self.cuts = self.cuts_for(self._owner.parts)
         if self.cuts not in self._compiled:
             assert self._graph is not None
             self._compiled[self.cuts] = self._compile_parts(self._graph, self.cuts, inputs, True)

@@ -13,7 +13,7 @@ from itertools import accumulate, combinations, pairwise, product
 from math import inf
 from typing import NamedTuple
 
-from anabranch.fsdp.planning.simulator import UnitCost, host_order, merged, peak_nbytes, peak_of, rest_of, walk
+from anabranch.fsdp.planning.sharded_step import UnitCost, host_order, merged, peak_nbytes, peak_of, rest_of, walk
 from anabranch.values.errors import PlanError
 from anabranch.values.sharded import Links, ShardedTrace, ShardingPlan, Unit
 

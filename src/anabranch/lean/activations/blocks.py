@@ -1,7 +1,7 @@
 """The blocks of a model: its repeated parts, found by its containers, each of which gets one action as a whole."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import nn
 
@@ -53,30 +53,25 @@ def _of_children(module: nn.Module, prefix: str) -> Iterator[ModuleBlock]:
             yield ModuleBlock(path, child)
 
 
-def _of_container(container: nn.Module, prefix: str) -> Iterator[ModuleBlock]:
+def _of_container(container: nn.Module, prefix: str) -> list[ModuleBlock]:
     is_sequential = type(container).forward is nn.Sequential.forward
-    children: list[str] = []  # of the block that is open, which goes by the name of the first
-    follows = False
+    found: list[ModuleBlock] = []
+    is_open = False  # whether the last block may get more children
     for name, child in container._modules.items():  # named_children() leaves out a layer that is used again
         if child is None:
             continue
         if _is_stage(child):
-            if children:
-                yield ModuleBlock(prefix + children[0], container, tuple(children), follows)
-            children, follows = [], False
-            yield from _of_container(child, f"{prefix}{name}.")
+            found += _of_container(child, f"{prefix}{name}.")
+            is_open = False
         elif not is_sequential:
             if _has_parameters(child):
-                yield ModuleBlock(prefix + name, child)
-        elif not children or _starts_block(child):
-            if children:
-                yield ModuleBlock(prefix + children[0], container, tuple(children), follows)
-                follows = True
-            children = [name]
+                found.append(ModuleBlock(prefix + name, child))
+        elif not is_open or _starts_block(child):
+            found.append(ModuleBlock(prefix + name, container, (name,), joins=is_open))
+            is_open = True
         else:
-            children.append(name)
-    if children:
-        yield ModuleBlock(prefix + children[0], container, tuple(children), follows)
+            found[-1] = replace(found[-1], children=(*found[-1].children, name))
+    return found
 
 
 def _is_stage(child: nn.Module) -> bool:

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch._compile import _disable_dynamo
 from torch.autograd import Variable
-from torch.autograd.graph import saved_tensors_hooks
+from torch.autograd.graph import register_multi_grad_hook, saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
@@ -260,18 +260,13 @@ class BlockProfiler(StepObserver):
         """Note a run that was for the result."""
         returned = tensors_in(output)
         self._previous = (profile, {StorageWeakRef(tensor.untyped_storage()) for tensor in returned})
-        is_first = True  # of the gradients of these tensors
 
-        def gradient_is_ready(gradient: torch.Tensor) -> None:  # noqa: ARG001
-            nonlocal is_first
-            if is_first:
-                is_first = False
-                self._gradients.append((profile.block.name, self._clock.mark()))
-                self._backward_begins()
+        def first_gradient_is_ready(gradient: torch.Tensor) -> None:  # noqa: ARG001
+            self._gradients.append((profile.block.name, self._clock.mark()))
+            self._backward_begins()
 
-        for tensor in returned:
-            if tensor.grad_fn is not None:
-                tensor.register_hook(gradient_is_ready)
+        differentiated = [tensor for tensor in returned if tensor.grad_fn is not None]
+        register_multi_grad_hook(differentiated, first_gradient_is_ready, mode="any")
 
     def _new_step(self) -> None:
         self._in_backward = False
@@ -316,11 +311,6 @@ class ManagedActivations:
         self._model = model
         self._patched = recompute(model) if mode == "recompute" else None
         self._profiler = BlockProfiler(model) if mode == "auto" else None
-
-    @property
-    def actions(self) -> dict[str, Action]:
-        """The action of each block; empty while all are kept or profiled."""
-        return {} if self._patched is None else dict(self._patched.actions)
 
     def undo(self) -> None:
         """Leave the model as it was."""

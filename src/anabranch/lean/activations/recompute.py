@@ -174,7 +174,7 @@ def _run_in_order(modules: Sequence[nn.Module], value: Any) -> Any:
 class PatchedModel:
     """A model whose blocks' activations are treated as chosen until ``undo()``; blocks that are kept run as before.
 
-    ``run`` runs a range of blocks; the profiler puts its measurement around it, also around blocks that are kept.
+    ``run`` runs a range of blocks that are recomputed; the profiler puts its measurement around it.
     """
 
     def __init__(self, model: nn.Module, actions: Mapping[str, Action], run: Callable[..., Any] | None = None) -> None:
@@ -182,7 +182,7 @@ class PatchedModel:
         _check(blocks, actions)
         self.actions = dict(actions)
         self._replaced: list[tuple[nn.Module, str, Any]] = []  # modules, attributes, and what these were
-        self._patch_blocks(blocks, run or BlockRange.run, also_kept=run is not None)
+        self._patch_blocks(blocks, run or BlockRange.run)
 
     def patches(self, module: nn.Module) -> bool:
         """Whether the forward of this module is replaced."""
@@ -197,11 +197,11 @@ class PatchedModel:
             else:
                 module.__dict__[attribute] = before
 
-    def _patch_blocks(self, blocks: Mapping[str, ModuleBlock], run: Callable[..., Any], also_kept: bool) -> None:
+    def _patch_blocks(self, blocks: Mapping[str, ModuleBlock], run: Callable[..., Any]) -> None:
         in_sequential: dict[nn.Module, list[BlockRange]] = {}
         for name, block in blocks.items():
             action = self.actions.get(name)
-            if action is None or (action == "keep" and not also_kept):
+            if action is None or action == "keep":
                 continue  # what compiles the whole model compiles it, too
             if action == "join":
                 in_sequential[block.module][-1].blocks.append(block)

@@ -10,10 +10,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from anabranch.exchange.agreement import from_all_ranks
 from anabranch.exchange.compression import Compress
 from anabranch.exchange.groups import default_group
+from anabranch.fsdp.find_sharding import FoundSharding, find_sharding
 from anabranch.fsdp.planning.sharding_modes import PLANNED, ShardingMode, sharding_mode
 from anabranch.fsdp.replicate import replicate
 from anabranch.fsdp.shard import block_names, shard
-from anabranch.fsdp.trial import FoundSharding, find_sharding
 from anabranch.tools.bench.compress_option import compression
 from anabranch.tools.bench.contestants import Contestant
 from anabranch.tools.bench.workload import Workload

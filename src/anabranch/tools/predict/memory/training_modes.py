@@ -13,8 +13,8 @@ Units are blocks by the names of their parameters.
 from collections.abc import Iterator, Mapping, Sequence
 from typing import cast
 
+from anabranch.fsdp.planning.sharded_step import REST, REST_LABEL, host_order, unsharded_at
 from anabranch.fsdp.planning.sharding_modes import RESHARD, UNPLANNED, ShardingMode, sharding_mode
-from anabranch.fsdp.planning.simulator import REST, REST_LABEL, host_order, unsharded_at
 from anabranch.planning import footprint
 from anabranch.planning.footprint import (
     FLOAT_NBYTES,

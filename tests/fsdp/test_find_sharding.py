@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import anabranch as ab
-from anabranch.fsdp import trial as sharding_trial
+from anabranch.fsdp import find_sharding as sharding_trial
 from anabranch.fsdp.planning import Block, Links, ShardedTrace, step_s
 from fsdp.small_model import HALF, as_before_torch_2_13, two_nodes
 from ranks import on_ranks

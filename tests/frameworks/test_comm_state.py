@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 import anabranch as ab
-from anabranch.frameworks.checkpoint import load_rank_files, save_rank_file
+from anabranch.frameworks.comm_state import load_rank_files, save_rank_file
 from ranks import on_ranks
 
 

@@ -266,7 +266,7 @@ def unpacked(entries: Mapping[str, torch.Tensor], where: str = "") -> dict[str, 
         if numbers and kind in found and name and isinstance(value, torch.Tensor):
             found[kind][name] = value
         elif key != "numbers":
-            raise refused(f"{where}/{key}", value, f"tensors of {' and '.join(TENSORS)}, beside numbers", REMEDY)
+            raise refused(f"{where}/{key}", value, f"tensors of {' and '.join(TENSORS)}, and numbers", REMEDY)
     return {**numbers, **found} if numbers else {}
 
 

@@ -33,7 +33,7 @@ from anabranch.fsdp.mesh import (
     over_mesh,
 )
 from anabranch.fsdp.planning import Links, ShardedTrace, ShardingPlan, peak_nbytes, step_s
-from anabranch.fsdp.planning.simulator import BETWEEN
+from anabranch.fsdp.planning.sharded_step import BETWEEN
 from anabranch.fsdp.replicate import replicate
 from anabranch.fsdp.shard import no_groups_reason, shard
 from anabranch.fsdp.watch import Watch
@@ -129,7 +129,7 @@ def find_sharding(
     options         of fully_shard()
     """
     with fails_together("find_sharding()", mesh):
-        inside, settings = _checked(mesh, compress, memory_nbytes, rounds, steps)
+        inside, settings = _sharding_mesh(mesh, compress, memory_nbytes, rounds, steps)
     given = {"blocks": blocks and list(blocks), "memory_nbytes": memory_nbytes, "rounds": rounds, "steps": steps}
     lines = [*(f"{name} {value}" for name, value in given.items()), described(settings), *described_options(options)]
     check_same_over("what find_sharding() was given", lines, mesh)
@@ -165,7 +165,7 @@ class _Trial:
         trace, default, recorded = self.recorded(stock)
         links = measure_links(mesh, device, trace.nbytes)
         if self.compress is not None:
-            links = _with_kind(links, self.compress, trace, recorded, mesh)
+            links = _with_compressed_cost(links, self.compress, trace, recorded, mesh)
         if memory_nbytes is None and on_gpu:
             memory_nbytes = peak_nbytes(trace, default) + _spare_nbytes(stock, mesh, device)
         ungrouped = no_groups_reason(self.options)
@@ -194,13 +194,13 @@ class _Trial:
     def recorded(self, model: nn.Module) -> tuple[ShardedTrace, ShardingPlan, Timeline]:
         """The trace of the slowest rank, the layout in the order of forward, and a step as it was."""
         for _ in range(WARM_UP):
-            _train(model, self.step)
+            _train_step(model, self.step)
         if self.mesh.device_type == "cuda":
             torch.cuda.reset_peak_memory_stats()  # the whole model, as it was built, is not what a step needs
         with fails_together("ab.watch()", self.mesh):
             watch = Watch(model)
         for _ in range(RECORDED):
-            _train(model, self.step)
+            _train_step(model, self.step)
         with fails_together("recording steps", self.mesh):
             timeline = watch.timeline()
             trace = replace(watch.trace(), update_s=0.0)  # between two steps there is the trial, and no optimizer
@@ -212,11 +212,11 @@ class _Trial:
 
     def timed(self, model: nn.Module) -> float:
         """Seconds of a step on the slowest rank."""
-        _settle(self.mesh)
+        _synchronise(self.mesh)
         begun = perf_counter()
         for _ in range(self.steps):
-            _train(model, self.step)
-        _settle(self.mesh)
+            _train_step(model, self.step)
+        _synchronise(self.mesh)
         (seconds,) = over_mesh([(perf_counter() - begun) / self.steps], self.mesh, dist.ReduceOp.MAX)
         return seconds
 
@@ -246,7 +246,7 @@ def measure_links(
     return Links(within, between, overlaps=overlaps)
 
 
-def _checked(
+def _sharding_mesh(
     mesh: DeviceMesh, compress: Compress, memory_nbytes: int | None, rounds: int, steps: int
 ) -> tuple[DeviceMesh, Settings]:
     """The mesh of the ranks among which the model is sharded, and what is sent between nodes."""
@@ -266,7 +266,9 @@ def _checked(
     return mesh[mesh.mesh_dim_names[1]], settings
 
 
-def _with_kind(links: Links, compress: Compress, trace: ShardedTrace, recorded: Timeline, mesh: DeviceMesh) -> Links:
+def _with_compressed_cost(
+    links: Links, compress: Compress, trace: ShardedTrace, recorded: Timeline, mesh: DeviceMesh
+) -> Links:
     """The links with a cost of the exchange that was recorded: the dense one's, times what it took relative to that."""
     kind, dense_network = only_kind(settings_of(compress)), links.between
     assert kind is not None and dense_network is not None  # replicate() has accepted both
@@ -285,20 +287,13 @@ def _spare_nbytes(model: nn.Module, mesh: DeviceMesh, device: torch.device) -> i
     sharing = Counter(from_all_ranks(uuid.encode(), *mesh_groups(mesh)))[uuid.encode()]
     shards = 2 * sum(parameter.to_local().nbytes for parameter in model.parameters())  # type: ignore[attr-defined]
     free, _ = torch.cuda.mem_get_info(device)
-    left = left_nbytes(free, sharing, torch.cuda.memory_reserved(device), torch.cuda.max_memory_allocated(device))
+    # Each rank on the device sees the same free bytes. What the allocator holds unused is this rank's alone.
+    left = free // sharing + torch.cuda.memory_reserved(device) - torch.cuda.max_memory_allocated(device)
     (least,) = over_mesh([float(left - shards)], mesh, dist.ReduceOp.MIN)
     return max(0, int(SPARE * least))
 
 
-def left_nbytes(free_nbytes: int, sharing: int, reserved_nbytes: int, used_nbytes: int) -> int:
-    """What a rank may use on top of ``used_nbytes``: its part of what is free, and what its allocator holds unused.
-
-    ``sharing`` ranks compute on the device: each of them sees the same free bytes.
-    """
-    return free_nbytes // sharing + reserved_nbytes - used_nbytes
-
-
-def _train(model: nn.Module, step: Step) -> None:
+def _train_step(model: nn.Module, step: Step) -> None:
     try:
         step(model)
     except Exception as error:
@@ -310,7 +305,7 @@ def _train(model: nn.Module, step: Step) -> None:
     model.zero_grad()
 
 
-def _settle(mesh: DeviceMesh) -> None:
+def _synchronise(mesh: DeviceMesh) -> None:
     """Let all ranks begin together, with nothing in progress."""
     if mesh.device_type == "cuda":
         torch.cuda.synchronize()

@@ -51,7 +51,7 @@ class UnitCost(NamedTuple):
 
 def simulate(trace: ShardedTrace, plan: ShardingPlan, links: Links) -> Timeline:
     """The predicted timeline of one step: computing, messages inside, messages between. Time zero: backward starts."""
-    units = _units(trace, plan)
+    units = _units_as_blocks(trace, plan)
     spans: list[tuple[str, str, float, float]] = []
 
     def record(track: str, what: str, unit: int, start_s: float, end_s: float) -> None:
@@ -60,7 +60,7 @@ def simulate(trace: ShardedTrace, plan: ShardingPlan, links: Links) -> Timeline:
             spans.append((track, name, start_s, end_s))
 
     costs = [UnitCost.of(unit, links) for unit in units]
-    finish = walk(costs, trace, _actions(plan), links.overlaps, record)
+    finish = walk(costs, trace, _operations(plan), links.overlaps, record)
     if not any(track == COMPUTE for track, *_ in spans):
         spans.append((COMPUTE, "nothing", finish.backward_s, finish.backward_s))
     meta: Meta = {"source": "simulated", "units": len(plan), "peak_nbytes": peak_nbytes(trace, plan)}
@@ -75,8 +75,8 @@ def unit_label(names: Sequence[str]) -> str:
 
 def step_s(trace: ShardedTrace, plan: ShardingPlan, links: Links) -> float:
     """How long the step takes: ``simulate(...).iteration_s`` without building the timeline."""
-    costs = [UnitCost.of(unit, links) for unit in _units(trace, plan)]
-    return walk(costs, trace, _actions(plan), links.overlaps).step_s
+    costs = [UnitCost.of(unit, links) for unit in _units_as_blocks(trace, plan)]
+    return walk(costs, trace, _operations(plan), links.overlaps).step_s
 
 
 def peak_nbytes(trace: ShardedTrace, plan: ShardingPlan) -> int:
@@ -84,7 +84,7 @@ def peak_nbytes(trace: ShardedTrace, plan: ShardingPlan) -> int:
 
     Shards, the optimizer's state and activations come on top, whatever the plan.
     """
-    return peak_of(_units(trace, plan), _actions(plan))
+    return peak_of(_units_as_blocks(trace, plan), _operations(plan))
 
 
 def host_order(reshard: Sequence[bool], prefetch: int) -> Iterator[Operation]:
@@ -227,11 +227,11 @@ def peak_of(units: Sequence[Block], actions: Iterable[Operation]) -> int:
     return max(sum(held) for _, held in unsharded_at(units, actions))
 
 
-def _actions(plan: ShardingPlan) -> Iterator[Operation]:
+def _operations(plan: ShardingPlan) -> Iterator[Operation]:
     return host_order([unit.reshard for unit in plan.units], plan.prefetch)
 
 
-def _units(trace: ShardedTrace, plan: ShardingPlan) -> list[Block]:
+def _units_as_blocks(trace: ShardedTrace, plan: ShardingPlan) -> list[Block]:
     """Each unit as one block, the rest last."""
     plan.check(trace)
     blocks = iter(trace.blocks)
