@@ -115,7 +115,7 @@ def test_ctrl_c_ends_all(whom: str, tmp_path: Path) -> None:
             assert [command.stdout.readline() for _ in range(2)] == [b"trained\n"] * 2
             for pid in marked(mark) if whom == "all" else [command.pid]:
                 os.kill(pid, signal.SIGINT)
-            _, said = command.communicate(timeout=120)
+            _, said = command.communicate(timeout=120 * patience())
         finally:
             left = marked(mark)
             for pid in left:
