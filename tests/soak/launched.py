@@ -16,6 +16,7 @@ from soak.faults import TIMEOUT_S
 from soak.journal import Event, read
 from soak.judge import BY_THREADS, Verdict, nameless
 from soak.world import SIGNAL_S
+from torchrun import marked
 
 START_S = 60.0  # from the launcher's start until all ranks have come to the step of the signal
 POLL_S = 0.05
@@ -28,8 +29,12 @@ NUMBERS = {"interrupt": signal.SIGINT, "terminate": signal.SIGTERM}
 def run_launched(case: Case, folder: Path) -> Verdict:
     """Have the case's launcher start its ranks, send it the signal in the case's step, and watch all of them end."""
     folder.mkdir(parents=True, exist_ok=True)
-    mark, words, number = str(folder), folder / "stderr", NUMBERS[case.kind.action]
-    variables = {"PYTHONPATH": os.pathsep.join(part for part in sys.path if part), "OMP_NUM_THREADS": "1", MARK: mark}
+    mark, words, number = f"{MARK}={folder}", folder / "stderr", NUMBERS[case.kind.action]
+    variables = {
+        "PYTHONPATH": os.pathsep.join(part for part in sys.path if part),
+        "OMP_NUM_THREADS": "1",
+        MARK: str(folder),
+    }
     with words.open("wb") as out:
         launcher = subprocess.Popen(
             command(case, folder),
@@ -103,16 +108,6 @@ def _wait(may_go_on: Callable[[], bool], done: Callable[[], bool], at_most_s: fl
             return True
         time.sleep(POLL_S)
     return False
-
-
-def marked(mark: str) -> list[int]:
-    """The processes, other than this one, that were started with this mark in their environment."""
-    found = []
-    for path in Path("/proc").glob("[0-9]*/environ"):
-        with suppress(OSError):
-            if f"{MARK}={mark}\0".encode() in path.read_bytes() + b"\0" and int(path.parent.name) != os.getpid():
-                found.append(int(path.parent.name))
-    return found
 
 
 if __name__ == "__main__":
