@@ -41,6 +41,7 @@ class Case:
     hooked: bool  # the program has hooks of its own
     joins: bool  # ranks have different numbers of steps
     starts: int  # how often the model is wrapped and trained; later starts find the choices of earlier ones
+    measured: bool  # the network, instead of given
 
     @property
     def may_plan(self) -> bool:
@@ -98,6 +99,7 @@ def drawn(seed: int) -> Case:
         hooked=chance.random() < 0.3,
         joins=chance.random() < 0.3,
         starts=chance.choice([1, 1, 2]),
+        measured=chance.random() < 0.2,
     )
     return _possible(case)
 
@@ -269,7 +271,7 @@ def compared(seed: int) -> tuple[list[str], bool]:
         return DataParallel(
             module,
             planner=scattered if case.starts == 1 else "per_tensor",  # choices of a function are not kept
-            network=ring(),
+            network=None if case.measured else ring(),
             profile_steps=1,
             cache=folder if case.starts > 1 else False,
             policy=SCENARIOS[case.scenario],

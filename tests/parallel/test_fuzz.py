@@ -46,6 +46,7 @@ def test_cases_have_variety() -> None:
     assert {case.checkpointed for case in cases} == {"", "reentrant", "saved tensors"}
     assert {case.loss for case in cases} == {"mean", *LOSSES}
     assert {case.starts for case in cases} == {1, 2} and {case.delayed for case in cases} == {True, False}
+    assert any(case.measured and case.joins and case.ends_with_plan for case in cases)
     static = [case for case in cases if dict(case.options).get("static_graph")]
     assert {case.checkpointed for case in static} >= {"reentrant"}
 
