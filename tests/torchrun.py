@@ -73,3 +73,13 @@ def aborted_at_its_end(done: subprocess.CompletedProcess[str]) -> bool:
     Under plain DDP, too (3 of 12 runs here, docs/log.md). Such a run is done again.
     """
     return done.returncode != 0 and "terminate called without an active exception" in done.stderr
+
+
+def marked(mark: str) -> list[int]:
+    """The processes that were started with this entry, such as "MARK=x", in their environment."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            if mark.encode() in (folder / "environ").read_bytes().split(b"\0"):
+                found.append(int(folder.name))
+    return found

@@ -8,8 +8,9 @@ import torch.distributed as dist
 
 from anabranch import Bucket, CollectiveError, DisagreementError, Network, Plan, TensorSpec, Trace
 from anabranch.exchange.agreement import agree_on, all_or_none, check_same, from_all_ranks, from_rank_0
+from anabranch.exchange.groups import backend_of
 from anabranch.exchange.interface import Group
-from ranks import Case, cases_on_ranks, on_ranks, patience
+from ranks import Case, cases_on_ranks, group_timeout, on_ranks
 
 PLAN = Plan((Bucket(("a", "b")), Bucket(("ü",), lane=1, collective="bf16")))
 TRACE = Trace((TensorSpec("a", 3, 4, 0.1, "float32", 1e-9), TensorSpec("b", 5, 2, 1 / 3)), 0.1, {"model": "tiny"})
@@ -190,7 +191,10 @@ def test_what_fails_on_one_rank_fails_on_all(among_three: Answers) -> None:
 
 def without_rank_1(rank: int) -> str:
     """What rank 0 is told when rank 1 does not answer within the group's timeout."""
-    group = dist.new_group(timeout=timedelta(seconds=patience()))
+    group = dist.new_group(timeout=group_timeout())
+    assert isinstance(group, dist.ProcessGroup)
+    dist.barrier(group)  # which connects it
+    backend_of(group, "cpu").set_timeout(timedelta(seconds=1))
     if rank == 1:
         return ""
     with pytest.raises(CollectiveError) as failed:

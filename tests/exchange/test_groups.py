@@ -8,9 +8,16 @@ import torch
 import torch.distributed as dist
 
 from anabranch.exchange import groups
-from anabranch.exchange.groups import clone_group, destroy_clone, inherit_timeout, no_clone_reason, timeout_of
+from anabranch.exchange.groups import (
+    backend_of,
+    clone_group,
+    destroy_clone,
+    inherit_timeout,
+    no_clone_reason,
+    timeout_of,
+)
 from anabranch.values.errors import CollectiveError
-from ranks import group_timeout, on_ranks, patience
+from ranks import group_timeout, on_ranks
 
 
 def world() -> dist.ProcessGroup:
@@ -112,8 +119,9 @@ def test_only_members_make_a_clone_and_torch_does_not_count_it() -> None:
 
 
 def missing_member(rank: int) -> str:
-    group = members([0, 1], timeout_s=1.5 * patience())
+    group = members([0, 1], timeout_s=group_timeout().total_seconds())
     dist.all_reduce(torch.ones(1), group=group)  # torch connects a group in its first use
+    backend_of(group, "cpu").set_timeout(timedelta(seconds=1.5))
     if rank == 1:
         dist.barrier()
         return ""

@@ -15,10 +15,14 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from anabranch import DataParallel
-from parallel.twins import SCENARIOS, WIDTH, Model, batch, close, dtypes_of, ring, scatter, scattered, state
+from parallel.twins import SCENARIOS, WIDTH, Model, batch, close, dtypes_of, ring, scatter, scattered, stage_of, state
 
-STEPS = 16
-TRAINED = ("linear", "tied", "norm", "conv", "embedding", "sparse", "double", "bfloat16", "scale")
+STEPS = 24  # a doubtful win is repeated within them
+STEPS_TO_CACHE = 40  # of the first start: a choice is kept once a doubtful win was repeated
+STEPS_OF_JOIN = 6  # after those, with another number on each rank
+STEP_S = {True: 1e-3, False: 2e-3}  # of every trial, with a plan and without
+TRAINED = ("linear", "tied", "norm", "conv", "embedding", "sparse", "double", "bfloat16", "float16", "scale")
+LOSSES = ("two forwards", "forwards everywhere", "parameters", "grad first")  # beside a plain one
 PARTS = (*TRAINED, "frozen", "unused", "sometimes")
 
 
@@ -37,6 +41,22 @@ class Case:
     hooked: bool  # the program has hooks of its own
     joins: bool  # ranks have different numbers of steps
     starts: int  # how often the model is wrapped and trained; later starts find the choices of earlier ones
+    measured: bool  # the network, instead of given
+
+    @property
+    def may_plan(self) -> bool:
+        """Whether DataParallel plans at all."""
+        return not self.delayed and "sparse" not in self.parts
+
+    @property
+    def ends_with_plan(self) -> bool:
+        """Whether a plan must be in force after training; where it is planned again and again, it may be."""
+        return self.may_plan and self.scenario in ("keeps the plan", "is given the plan")
+
+    @property
+    def finds_choice(self) -> bool:
+        """Whether the second start must find what the first one chose."""
+        return self.may_plan and self.starts > 1 and self.scenario != "plans again and again"
 
     @property
     def text(self) -> str:
@@ -71,12 +91,15 @@ def drawn(seed: int) -> Case:
         delayed=delayed,
         no_sync=tuple(no_sync),
         zeros_kept=chance.random() < 0.3,
-        loss=chance.choice(["mean", "mean", "two forwards", "parameters", "grad first"]),
-        scenario=chance.choice(["plans again and again", "is given the plan", "goes back"]),
+        loss=chance.choice(["mean", "mean", *LOSSES]),
+        scenario=chance.choice(
+            ["plans again and again", "keeps the plan", "keeps the plan", "is given the plan", "goes back"]
+        ),
         checkpointed=chance.choice(["", "", "reentrant", "saved tensors"]),
         hooked=chance.random() < 0.3,
         joins=chance.random() < 0.3,
         starts=chance.choice([1, 1, 2]),
+        measured=chance.random() < 0.2,
     )
     return _possible(case)
 
@@ -85,8 +108,10 @@ def _possible(case: Case) -> Case:
     """The case without what fails or waits for ever under DDP itself, on one rank alone."""
     if case.checkpointed == "reentrant" and case.loss in ("grad first", "parameters"):
         case = replace(case, loss="mean")
+    if case.starts > 1 and case.scenario == "is given the plan":  # nothing would be chosen
+        case = replace(case, scenario="keeps the plan")
     if case.delayed or dict(case.options).get("static_graph"):
-        case = replace(case, joins=False, checkpointed="", hooked=False)
+        case = replace(case, joins=False, checkpointed="" if case.delayed else case.checkpointed, hooked=False)
     if case.joins:  # a rank that has ended answers the collectives of a plain step, and no others
         parts = tuple(part if part not in ("norm", "sometimes", "unused") else "linear" for part in case.parts)
         case = replace(case, parts=parts, loss="mean", checkpointed="", no_sync=(0,))
@@ -106,7 +131,8 @@ class Mixture(nn.Module):
                 part.weight = self.parts[0].weight
 
     def _part(self, kind: str) -> nn.Module:
-        dtype = {"double": torch.float64, "bfloat16": torch.bfloat16}.get(kind, torch.float32)
+        dtypes = {"double": torch.float64, "bfloat16": torch.bfloat16, "float16": torch.float16}
+        dtype = dtypes.get(kind, torch.float32)
         if kind == "norm":
             return nn.BatchNorm1d(WIDTH)
         if kind == "conv":
@@ -143,19 +169,27 @@ class Mixture(nn.Module):
         return x
 
 
-def train(model: Model, case: Case) -> None:
-    """Some steps of plain SGD, which takes sparse gradients, too."""
+def train(model: Model, case: Case, count: int) -> None:
+    """Some steps of plain SGD, which takes sparse gradients, too; then some with uneven inputs, if ranks join."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    with model.join() if case.joins else nullcontext():
-        for step in range(STEPS - 2 * dist.get_rank() if case.joins else STEPS):
-            optimizer.zero_grad(set_to_none=not case.zeros_kept)
-            passes = case.no_sync[step % len(case.no_sync)]
-            for number in range(passes + 1):
-                with model.no_sync() if number < passes else nullcontext():
-                    loss_of(model, case, 10 * step + number).backward()
-            if not case.joins:
-                dist.barrier()  # nobody waits for delayed all-reduces; a barrier waits for all that was begun
-            optimizer.step()
+    for step in range(count):
+        one_step(model, optimizer, case, step)
+        dist.barrier()  # nobody waits for delayed all-reduces; a barrier waits for all that was begun
+        optimizer.step()
+    if case.joins:
+        with model.join():
+            for step in range(count, count + STEPS_OF_JOIN - 2 * dist.get_rank()):
+                one_step(model, optimizer, case, step)
+                optimizer.step()
+
+
+def one_step(model: Model, optimizer: torch.optim.Optimizer, case: Case, step: int) -> None:
+    """All passes of a step."""
+    optimizer.zero_grad(set_to_none=not case.zeros_kept)
+    passes = case.no_sync[step % len(case.no_sync)]
+    for number in range(passes + 1):
+        with model.no_sync() if number < passes else nullcontext():
+            loss_of(model, case, 10 * step + number).backward()
 
 
 def hook(module: Mixture, seen: list[str]) -> None:
@@ -176,6 +210,9 @@ def loss_of(model: Model, case: Case, step: int) -> torch.Tensor:
     loss: torch.Tensor = model(x, sometimes).square().mean()
     if case.loss == "two forwards" and odd_one and "norm" not in case.parts:
         loss = loss + model(batch(step + 5), sometimes).mean()
+    if case.loss == "forwards everywhere" and "norm" not in case.parts:
+        for more in range(1 + step % 2):
+            loss = loss + model(batch(step + 5 + more), sometimes).mean()
     if case.loss == "grad first" and odd_one and not case.delayed:  # which hangs on the first part's gradient
         torch.autograd.grad(loss, model.module.parts[0].weight, retain_graph=True)
     if case.loss == "parameters" and odd_one and not {"unused", "sometimes", "sparse"} & {*case.parts}:
@@ -184,24 +221,26 @@ def loss_of(model: Model, case: Case, step: int) -> torch.Tensor:
 
 
 def outcome(case: Case, seed: int, wrap: Callable[[nn.Module, dict[str, Any]], Model]) -> dict[str, Any]:
-    """The error's type, if there was one, and the state after training."""
+    """The error's type, if there was one, the state after training, and what explain() said of each start."""
     torch.manual_seed(seed)
     module = Mixture(case.parts, case.checkpointed)
     seen: list[str] = []
-    found: dict[str, Any] = {"error": "", "state": {}, "seen": seen}
-    for _ in range(case.starts):
+    found: dict[str, Any] = {"error": "", "state": {}, "seen": seen, "stages": [], "planned": False}
+    for start in range(case.starts):
         module = copy.deepcopy(module)
         if case.hooked:
             hook(module, seen)
         model = None
         try:
             model = wrap(module, options_for(module, case))
-            train(model, case)
+            train(model, case, STEPS_TO_CACHE if start + 1 < case.starts else STEPS)
         except Exception as caught:
             found["error"] = f"{type(caught).__name__} {caught}"
         if model is not None:
             found["state"] = {name: tensor.clone() for name, tensor in state(model).items()}
         if isinstance(model, DataParallel):
+            found["stages"].append(stage_of(model))
+            found["planned"] = model.plan is not None
             model.close()
         dist.barrier()
         if found["error"]:
@@ -227,12 +266,12 @@ def compared(seed: int) -> tuple[list[str], bool]:
 
     def ours(module: nn.Module, options: dict[str, Any]) -> Model:
         plan = None
-        if case.scenario == "is given the plan" and not case.delayed and "sparse" not in case.parts:
+        if case.scenario == "is given the plan" and case.may_plan:
             plan = scatter(dtypes_of(module))
         return DataParallel(
             module,
             planner=scattered if case.starts == 1 else "per_tensor",  # choices of a function are not kept
-            network=ring(),
+            network=None if case.measured else ring(),
             profile_steps=1,
             cache=folder if case.starts > 1 else False,
             policy=SCENARIOS[case.scenario],
@@ -253,5 +292,16 @@ def compared(seed: int) -> tuple[list[str], bool]:
     else:
         tensors = theirs["state"].items()
         apart += ["hooks were called at other times"] if theirs["seen"] != found["seen"] else []
+        apart += _unplanned(case, found)
         apart += [f"{name} differs" for name, tensor in tensors if not close(tensor, found["state"][name], 0.0)]
     return [f"seed {seed}: {what}; {case.text}" for what in apart[:2]], bool(theirs["error"])
+
+
+def _unplanned(case: Case, found: dict[str, Any]) -> list[str]:
+    """What the case was to bring into force, and did not."""
+    said = []
+    if case.scenario != "plans again and again" and found["planned"] != case.ends_with_plan:
+        said.append(f"a plan is {'' if found['planned'] else 'not '}in force: {found['stages']}")
+    if case.finds_choice and "as cached on" not in found["stages"][-1]:
+        said.append(f"nothing was cached: {found['stages']}")
+    return said

@@ -16,6 +16,7 @@ from soak.case import TAIL_STEPS, Case, draw
 from soak.configurations import CONFIGURATIONS
 from soak.faults import FAULTS
 from soak.judge import BAD, Verdict, judge
+from soak.launched import run_launched
 from soak.world import RankRecord, Server, run_world
 
 RERUNS = 2  # of a case whose outcome is not good, alone
@@ -59,6 +60,8 @@ class Campaign:
             control = self._control(case) if _is_comparable(case) else None
             with hostile.full_disk(folder / "cache"):
                 verdict = judge(case, run_world(self._server, case, folder), control)
+        elif case.kind.scenario == "launched":
+            verdict = run_launched(case, folder)
         elif case.kind.scenario == "links":
             with links.changing(case, folder) as (place, meanwhile):
                 records = run_world(self._server, case, folder, meanwhile, place=place)

@@ -10,6 +10,7 @@ TIMEOUT_S = 3.0  # of the process groups of every case, on an idle machine
 
 Point = Literal["setup", "data", "forward", "loss", "backward", "update", "after", "any", ""]
 Control = Literal["", "no fault", "same fault"]
+Launcher = Literal["", "torchrun", "anabranch run"]
 Scenario = Literal[
     "train",
     "resume",
@@ -23,6 +24,7 @@ Scenario = Literal[
     "shared cache",
     "full disk",
     "links",
+    "launched",
 ]
 
 JOIN = ("join",)
@@ -68,6 +70,8 @@ class Fault:
     silent        the victim does not come back: it is no survivor, whatever happens
     last_moment   the latest step for it; None for any
     stage         the stage of the tuner for it, if it is meant for one
+    launcher      what starts the ranks and receives the signal, if it is not the campaign
+    through_torch checkpoints are those of torch.distributed.checkpoint, with ab.CommState
     """
 
     name: str
@@ -84,6 +88,8 @@ class Fault:
     scenario: Scenario = "train"
     last_moment: int | None = None
     stage: str = ""
+    launcher: Launcher = ""
+    through_torch: bool = False
 
     def suits(self, configuration: str) -> bool:
         """Whether the fault is meant for this configuration."""
@@ -205,12 +211,26 @@ def _faults() -> list[Fault]:
             row = "Ctrl-C or SIGTERM on ranks"
             found += [Fault(f"{name}-{who}", row, action, "any", everyone=everyone)]
             found += [Fault(f"{name}-{who}-backward", row, action, "backward", everyone=everyone)]
+    for launcher in ("torchrun", "anabranch run"):
+        for name, action in (("sigint", "interrupt"), ("sigterm", "terminate")):
+            name, row = f"{name}-{launcher.replace(' ', '-')}", "Ctrl-C or SIGTERM on the launcher"
+            found.append(Fault(name, row, action, "any", launcher=launcher, scenario="launched", last_moment=24))
     for call in ("hold", "replan", "close", "comm_state_dict", "explain"):
         found.append(Fault(f"{call}-alone", "called on one rank", call, "after"))
     for call in ("hold", "replan", "close"):
         found.append(Fault(f"{call}-everywhere", "called on all ranks", call, "after", everyone=True))
     found += [
         Fault("resume", "killed, then resumed", "kill", "any", scenario="resume", silent=True, last_moment=24),
+        Fault(
+            "resume-dcp",
+            "killed, then resumed",
+            "kill",
+            "any",
+            scenario="resume",
+            silent=True,
+            last_moment=24,
+            through_torch=True,
+        ),
         Fault("restart", "killed, then started again", "kill", "any", scenario="restart", silent=True, never=JOIN),
         Fault("loop", "wrapped and closed again and again", scenario="loop", last_moment=16),
         Fault("hostile-plan", "damaged files", scenario="hostile plan", last_moment=4),

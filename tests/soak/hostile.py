@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 
 import anabranch as ab
 from anabranch.tuning.cache_files import Entry, PlanCache
@@ -48,6 +50,25 @@ def load_checkpoint(training: Training, folder: Path, rank: int) -> int:
     if not training.control:
         training.model.load_comm_state_dict(state["comm"])
     return max(whole)
+
+
+def save_through_torch(training: Training, folder: Path, rank: int, step: int) -> None:
+    """A checkpoint of torch.distributed.checkpoint, whose metadata are written last; the optimizer's state aside."""
+    torch.save(training.optimizer.state_dict(), folder / f"optimizer-{step}-{rank}")
+    comm = {} if training.control else {"comm": ab.CommState(training.model)}
+    save({"model": training.module.state_dict(), **comm}, checkpoint_id=folder / f"dcp-{step}")
+
+
+def load_through_torch(training: Training, folder: Path, rank: int) -> int:
+    """Load the newest of them that is whole; its number of steps, 0 if there is none."""
+    step = max((int(path.parent.name.split("-")[1]) for path in folder.glob("dcp-*/.metadata")), default=0)
+    if step:
+        path = folder / f"dcp-{step}"
+        model = training.module.state_dict()
+        load({"model": model, "comm": ab.CommState(training.model, path)}, checkpoint_id=path)
+        training.module.load_state_dict(model)
+        training.optimizer.load_state_dict(torch.load(folder / f"optimizer-{step}-{rank}", weights_only=True))
+    return step
 
 
 def damaged_plan(folder: Path, chance: random.Random, rank: int) -> Path:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from soak.case import Case
+from soak.journal import Event
 from soak.world import RankRecord, obligation
 
 Outcome = Literal[
@@ -22,7 +23,12 @@ BARE = {
     "StopIteration", "Empty", "ZeroDivisionError", "OverflowError", "RecursionError", "UnicodeDecodeError",
     "JSONDecodeError", "EOFError", "NotImplementedError",
 }  # fmt: skip
-GLOO = re.compile(r"\[\S*gloo\S*\]")  # an error of Gloo begins with a place of its source
+# How errors of Gloo and of torch's stores begin: with a place of their source, or with such words.
+RAW = re.compile(
+    r"\[[^\]\s]*(gloo|\.(cc|cpp|hpp|h):\d+)[^\]]*\]|Gloo \w+ failed|Connection (closed|reset|refused)|Broken pipe"
+    r"|(Socket |wait )?time(d )?out|Rank \d+ (failed|successfully)|failed to (recv|send|connect)",
+    re.IGNORECASE,
+)
 BY_THREADS = ("Exception in thread", "Exception ignored in", "Fatal Python error", "terminate called")
 RELATIVE, ABSOLUTE = 2e-3, 2e-4  # sums in another order, over some fifty steps
 
@@ -36,7 +42,8 @@ class Verdict:
     end_s      seconds from the fault, or a survivor's last own step, to the end of the slowest survivor
     over_s     how much of that was more than the group's timeout and the victim's own pause
     as_ddp     stock DDP has the same outcome under the same fault
-    raw        survivors whose error is Gloo's own, without a word of ours: where each was raised
+    raw        survivors whose error is Gloo's own, without a word of ours: where each was raised. It is as under DDP
+               where DDP's own buckets are in force; where a plan or a cached choice is, it is an unnamed traceback
     words      what each survivor raised
     """
 
@@ -66,7 +73,7 @@ def judge(case: Case, records: Sequence[RankRecord], control: Sequence[RankRecor
         stage=_stage(records),
         end_s=end_s,
         over_s=max(0.0, end_s - timeout_s - case.kind.pause_s(timeout_s)),
-        raw=tuple(error["trace"] for error in errors if GLOO.match(error["words"])),
+        raw=tuple(error["trace"] for error in errors if RAW.match(error["words"])),
         words=tuple(f"{error['kind']}: {error['words']}" for error in errors),
     )
 
@@ -211,14 +218,23 @@ def _unnamed(case: Case, survivors: Sequence[int], records: Sequence[RankRecord]
     for rank in survivors:
         record, error = records[rank], records[rank].last("error")
         by_signal = error is not None and error["kind"] in _codes_of_signals(case, record)
-        if error and not by_signal and (error["kind"] in BARE or not error["words"].strip()):
-            return f"rank {rank} raised {error['kind']}: {error['words'][:120]!r} at {error['trace']}"
+        if error and not by_signal and (problem := nameless(error)):
+            return f"rank {rank} {problem}"
         for sign in BY_THREADS:
             if sign in record.stderr:
                 line = next(line for line in record.stderr.splitlines() if sign in line)
                 return f"rank {rank} printed {line[:160]!r}: {_last_line(record.stderr)}"
         if not error and not record.last("done") and record.code is not None:
             return f"rank {rank} ended with {record.code} and said nothing: {_last_line(record.stderr)}"
+    return ""
+
+
+def nameless(error: Event) -> str:
+    """What is wrong with the words of an error; empty if they say enough to a user."""
+    if error["kind"] in BARE or not error["words"].strip():
+        return f"raised {error['kind']}: {error['words'][:120]!r} at {error['trace']}"
+    if error.get("in_force") and RAW.match(error["words"]):
+        return f"raised Gloo's own {error['words'][:160]!r} at {error['trace']}, {error['in_force']}"
     return ""
 
 

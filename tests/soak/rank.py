@@ -88,7 +88,8 @@ def run(order: Order) -> None:
     except BaseException as error:
         if isinstance(error, SystemExit) and not case.kind.signals:
             raise
-        journal.note("error", kind=type(error).__name__, words=str(error), trace=_where(error))
+        in_force = rank.training.in_force() if rank.training is not None else ""
+        journal.note("error", kind=type(error).__name__, words=str(error), trace=_where(error), in_force=in_force)
         if case.ending == "raise":
             raise
     else:
@@ -178,6 +179,12 @@ def train(rank: Rank) -> None:
     rank.train(rank.wrap(CONFIGURATIONS[rank.case.configuration]), 0, rank.case.steps)
 
 
+def launched(rank: Rank) -> None:
+    """Train until a signal comes, which the campaign sends to the launcher."""
+    rank.disarm()
+    train(rank)
+
+
 def resume(rank: Rank) -> None:
     """Train with checkpoints: without a break, until the victim is killed, or on from the last checkpoint."""
     own = CONFIGURATIONS[rank.case.configuration]
@@ -186,13 +193,16 @@ def resume(rank: Rank) -> None:
     if rank.order.phase != "killed":
         rank.disarm()
     training = rank.wrap(replace(own, given_plan=own.ours.get("profile_steps") != 0))
-    first = hostile.load_checkpoint(training, rank.folder, rank.order.rank) if rank.order.phase == "resumed" else 0
+    save, load = hostile.save_checkpoint, hostile.load_checkpoint
+    if rank.case.kind.through_torch:
+        save, load = hostile.save_through_torch, hostile.load_through_torch
+    first = load(training, rank.folder, rank.order.rank) if rank.order.phase == "resumed" else 0
     rank.journal.note("loaded", step=first)
     steps = rank.case.steps + 2 * CHECKPOINT_STEPS
     for step in training.steps(first, steps - first):
         rank.journal.note("step", step=step, stage=training.stage(), digest=training.digest())
         if rank.order.phase == "killed" and (step + 1) % CHECKPOINT_STEPS == 0:
-            hostile.save_checkpoint(training, rank.folder, rank.order.rank, step + 1)
+            save(training, rank.folder, rank.order.rank, step + 1)
 
 
 def restart(rank: Rank) -> None:
@@ -275,6 +285,7 @@ def saving(rank: Rank) -> None:
 SCENARIOS: Mapping[str, Callable[[Rank], None]] = {
     "train": train,
     "links": train,
+    "launched": launched,
     "shared cache": train,
     "full disk": train,
     "resume": resume,

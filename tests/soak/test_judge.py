@@ -8,7 +8,8 @@ import pytest
 from soak.campaign import Campaign
 from soak.case import Case
 from soak.faults import PLANTED
-from soak.judge import GOOD, close, judge
+from soak.judge import GOOD, RAW, close, judge
+from soak.launched import verdict_of
 from soak.world import RankRecord, Server, obligation
 
 VICTIM = 1
@@ -65,6 +66,51 @@ def test_weights_that_differ_are_silent_only_if_training_went_on(found: list[str
 def test_a_bare_error_has_no_name() -> None:
     verdict = judge(KILLED, [survivor("a"), VICTIMS, survivor("a", error="KeyError")])
     assert verdict.outcome == "unnamed traceback" and "rank 2 raised KeyError" in verdict.why
+
+
+GLOOS_OWN = (
+    "[/__w/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection closed by peer [127.0.0.1]:5",
+    "Gloo connectFullMesh failed with [/__w/gloo/transport/tcp/device.cc:1] no error",
+    "wait timeout after 3000ms, keys: /default_pg/0//cpu//0/0",
+    "Socket Timeout",
+    "[../torch/csrc/distributed/c10d/socket.cpp:1] The client socket has timed out",
+    "Connection reset by peer",
+)
+OURS = (
+    "bucket 3 did not get through: [/gloo/transport/tcp/pair.cc:534] Connection closed by peer; look for the first",
+    "ranks could not agree on a plan (trying optimal): Gloo connectFullMesh failed",
+)
+
+
+@pytest.mark.parametrize("words", GLOOS_OWN)
+def test_gloos_own_words_say_too_little_under_a_plan(words: str) -> None:
+    def with_words(in_force: str) -> RankRecord:
+        error = {"what": "error", "at": 9.0, "kind": "RuntimeError", "words": words, "trace": "x.py:1"}
+        return RankRecord([{**error, "in_force": in_force}], 1)
+
+    verdict = judge(KILLED, [with_words("under a plan, running optimal."), VICTIMS, survivor("a")])
+    assert verdict.outcome == "unnamed traceback" and "rank 0 raised Gloo's own" in verdict.why
+    verdict = judge(KILLED, [with_words(""), VICTIMS, survivor("a")])
+    assert verdict.outcome == "clear error" and verdict.raw == ("x.py:1",), "as under DDP"
+
+
+def test_our_words_are_enough() -> None:
+    assert not any(RAW.match(words) for words in OURS)
+
+
+LAUNCHED = Case("sigint-torchrun", "default", 2, 0, 12, "raise")
+
+
+def test_what_a_launcher_and_its_ranks_may_leave() -> None:
+    ended = [interrupted(-2).events, interrupted(1, "CollectiveError", "bucket 3 did not get through").events]
+    assert verdict_of(LAUNCHED, ended, 1, [], "").good
+    assert verdict_of(LAUNCHED, ended, 1, [4711], "").outcome == "hang"
+    assert verdict_of(LAUNCHED, ended, 1, [], "forcefully exiting via 9").outcome == "hang"
+    assert verdict_of(LAUNCHED, ended, 0, [], "").outcome == "crash"
+    assert verdict_of(LAUNCHED, ended[1:], 1, [], "").why == "no rank has received the signal"
+    assert verdict_of(LAUNCHED, ended, 1, [], "Exception ignored in: <x>").outcome == "unnamed traceback"
+    bare = [*ended[:1], interrupted(1, "KeyError", "x").events]
+    assert "raised KeyError" in verdict_of(LAUNCHED, bare, 1, [], "").why
 
 
 def test_a_victim_that_was_to_vanish_is_no_crash_and_a_survivor_is() -> None:

@@ -87,6 +87,13 @@ class Training:
         """The first line of explain(); of stock DDP, nothing."""
         return str(self.model.explain()).splitlines()[0].removeprefix("anabranch: ") if not self.control else ""
 
+    def in_force(self) -> str:
+        """The plan or the cached choice in force, in words; empty under DDP's own buckets."""
+        if self.control or self.configuration.build == "sharded":
+            return ""
+        stage = self.stage()
+        return f"under a plan, {stage}" if self.model.plan is not None else stage if "as cached on" in stage else ""
+
     def inputs(self) -> tuple[Any, ...]:
         """This rank's inputs of the step."""
         generator = torch.Generator().manual_seed(1000 * self.step + dist.get_rank())

@@ -21,6 +21,7 @@ from anabranch.tools.report.documents import BASELINE as DDP
 from anabranch.tools.report.documents import COMPUTE
 from anabranch.tools.report.documents import OURS as AUTO
 from ranks import on_ranks, patience
+from tuning.given_times import give_times
 
 
 def tiny() -> ab.Trace:
@@ -144,8 +145,15 @@ def searched(search_steps: int | None) -> int:
         return model, counted
 
     benchmark.THOROUGH = replace(
-        benchmark.THOROUGH, min_gain=-10.0, max_pairs=100, confidence=1e9, first_search_steps=10_000
+        benchmark.THOROUGH,
+        min_predicted_gain=-1e9,
+        min_gain=-10.0,
+        max_pairs=100,
+        confidence=1e9,
+        first_search_steps=10_000,
+        search_share=1e9,
     )
+    give_times(lambda plan: 1e-3)
     settings = benchmark.Settings(profile_steps=2, search_steps=search_steps)
     tuned = benchmark.tune(replace(workload, build=build), settings, AUTO, None, lambda text: None)
     tuned.parallel.close()
@@ -182,7 +190,7 @@ def both_searched(rank: int) -> list[int]:
 @pytest.mark.campaign
 def test_a_search_can_be_ended_after_some_steps() -> None:
     for steps, unheld_steps in on_ranks(both_searched, 2, timeout_s=100):
-        assert 5 < steps <= 40, "it may also end earlier, by what it has cost"
+        assert 5 < steps <= 40
         assert unheld_steps > 60
 
 

@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -16,6 +15,7 @@ from anabranch.tools.cli.main import main
 from anabranch.tools.cli.run import run
 from ranks import patience
 from tools.cli.nouns import error_of
+from torchrun import marked
 
 SCRIPT = '''
 import argparse, os, sys
@@ -83,9 +83,8 @@ def test_two_ranks_of_an_unchanged_script(launcher: list[str], steps: str, scrip
     assert done.stdout.splitlines() == [f"['--steps', '{steps}'] train.py __main__ True", "True"]
     (said,) = [line for line in done.stderr.splitlines() if line.startswith("anabranch run: ")]
     assert said.startswith("anabranch run: Net: ")
-    if steps == "250":
-        assert " ms a step" in said
-        assert "nothing was gained (running DDP's own buckets: " in said or "× as fast" in said
+    # Which sentence depends on times; tests/tuning/test_explain.py has all their words.
+    assert any(words in said for words in (" ms a step", "nothing was chosen before training ended"))
 
 
 TRAINS_ON = """
@@ -114,25 +113,15 @@ def test_ctrl_c_ends_all(whom: str, tmp_path: Path) -> None:
         try:
             assert command.stdout is not None
             assert [command.stdout.readline() for _ in range(2)] == [b"trained\n"] * 2
-            for pid in marked(mark) if whom == "all" else [command.pid]:
+            for pid in marked(f"MARK={mark}") if whom == "all" else [command.pid]:
                 os.kill(pid, signal.SIGINT)
-            _, said = command.communicate(timeout=120)
+            _, said = command.communicate(timeout=120 * patience())
         finally:
-            left = marked(mark)
+            left = marked(f"MARK={mark}")
             for pid in left:
                 os.kill(pid, signal.SIGKILL)
     assert command.returncode != 0 and left == []
     assert b"forcefully exiting" not in said, "torchrun kills ranks that have lost the signal for 30 s"
-
-
-def marked(mark: str) -> list[int]:
-    """The processes that were started with this mark in their environment."""
-    found = []
-    for folder in Path("/proc").glob("[0-9]*"):
-        with suppress(OSError):
-            if f"MARK={mark}".encode() in (folder / "environ").read_bytes().split(b"\0"):
-                found.append(int(folder.name))
-    return found
 
 
 ENDS = """

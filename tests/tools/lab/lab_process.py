@@ -77,9 +77,9 @@ def outcome(process: "subprocess.Popen[str]") -> tuple[int, str, str]:
     return process.returncode, out, err
 
 
-def until(true: Callable[[], bool]) -> None:
+def until(true: Callable[[], bool], seconds: float = PATIENCE_S) -> None:
     """Wait for it, not for ever."""
-    deadline = time.monotonic() + PATIENCE_S * patience()
+    deadline = time.monotonic() + seconds * patience()
     while not true():
         assert time.monotonic() < deadline, "waited in vain"
         time.sleep(0.02)

@@ -13,6 +13,7 @@ from anabranch.tools.lab.cluster import Cluster
 from anabranch.tools.lab.launch import run
 from anabranch.tools.lab.supervisor import RankProcess, start_process
 from anabranch.values.errors import LabError
+from ranks import patience
 from tools.lab.lab_process import alive, descriptors, lab, needs_namespaces, outcome, pids, until
 
 REAL = pytest.param(Cluster([1e9] * 3), id="namespaces", marks=needs_namespaces)
@@ -212,12 +213,12 @@ def test_a_signal_reaches_every_rank_once(number: signal.Signals, name: str, cod
 
 
 @needs_namespaces
-@pytest.mark.parametrize(("signals", "grace_s"), [(1, 1.0), (2, 1000.0)])
+@pytest.mark.parametrize(("signals", "grace_s"), [(1, 3.0), (2, 1000.0)])
 def test_ranks_that_ignore_it_are_killed(signals: int, grace_s: float, tmp_path: Path) -> None:
     """After the grace period, or at once after a second signal. Ctrl-C in a terminal reaches them through the lab only:
     each rank has a session of its own."""
     arguments = ("--hosts", "2", "--rate", "1gbit", "--", "sh", "-c", STUBBORN)
-    with lab(*arguments, folder=tmp_path, grace_s=grace_s) as process:
+    with lab(*arguments, folder=tmp_path, grace_s=grace_s * patience()) as process:
         started = pids(tmp_path, 2)
         assert len({os.getsid(pid) for pid in (process.pid, *started)}) == 3
         began = time.monotonic()
