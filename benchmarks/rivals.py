@@ -35,7 +35,7 @@ from anabranch.tools.cli import arguments
 from anabranch.tools.cli.output import say
 from anabranch.tools.cli.ranks import join
 from anabranch.tools.report.benchmark import markdown
-from anabranch.values.kinds.names import density_of, given_density
+from anabranch.values.kinds.names import OKTOPK, density_of
 from anabranch.values.network import Network
 from anabranch.values.plan import Bucket, Plan
 from anabranch.values.trace import Trace
@@ -52,10 +52,12 @@ class Rival(NamedTuple):
     @classmethod
     def named(cls, text: str) -> "Rival":
         """What "gtopk:0.01" means."""
-        name = text.partition(":")[0]
+        name, _, share = text.partition(":")
         if name not in NAMES:
             raise ValueError(f"--rival is {text!r}: expected {', '.join(f'{one}:0.01' for one in NAMES)}")
-        return cls(name, given_density(text))
+        if (density := density_of(f"{OKTOPK}:{share}")) is None:
+            raise ValueError(f"--rival is {text!r}: expected a density in (0, 1], such as {name}:0.01")
+        return cls(name, density)
 
 
 def main() -> None:

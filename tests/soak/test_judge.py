@@ -8,7 +8,7 @@ import pytest
 from soak.campaign import Campaign
 from soak.case import Case
 from soak.faults import PLANTED
-from soak.judge import GOOD, RAW, close, judge
+from soak.judge import GOOD, RAW, close, judge, nameless
 from soak.launched import verdict_of
 from soak.world import RankRecord, Server, obligation
 
@@ -92,6 +92,8 @@ def test_gloos_own_words_say_too_little_under_a_plan(words: str) -> None:
     assert verdict.outcome == "unnamed traceback" and "rank 0 raised Gloo's own" in verdict.why
     verdict = judge(KILLED, [with_words(""), VICTIMS, survivor("a")])
     assert verdict.outcome == "clear error" and verdict.raw == ("x.py:1",), "as under DDP"
+    error = {"kind": "RuntimeError", "words": words, "trace": "distributed.py:1775 in _pre_forward", "in_force": "a"}
+    assert nameless(error) == "", "DDP's own message"
 
 
 def test_our_words_are_enough() -> None:

@@ -19,19 +19,12 @@ SIGNAL_S = 10.0
 TORCHRUN = ["torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", "2", "-m"]
 DEMO = ["anabranch", "demo", "--rate", "unshaped", "--steps", "40", "--keep"]
 BENCH = [*TORCHRUN, "anabranch", "bench", "--trace", "resnet50", "--report"]
-ORPHANS = "tools/cli/demo.py: subprocess.run kills torchrun 0.25 s after Ctrl-C, before it has ended its ranks"
 TRAINS = {"demo": "DDP: 40 steps in", "bench": "resnet50"}  # what is said while ranks train
 
 
 @pytest.mark.campaign
 @pytest.mark.parametrize(
-    ("what", "whom"),
-    [
-        ("demo", "group"),
-        pytest.param("demo", "command", marks=pytest.mark.xfail(reason=ORPHANS, strict=True)),
-        ("bench", "group"),
-        ("bench", "command"),
-    ],
+    ("what", "whom"), [("demo", "group"), ("demo", "command"), ("bench", "group"), ("bench", "command")]
 )
 def test_ctrl_c_leaves_nothing_behind(what: str, whom: str, tmp_path: Path) -> None:
     """A terminal sends it to the command's group, in which ranks of torchrun are not; a scheduler to the command."""

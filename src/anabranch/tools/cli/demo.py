@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -97,9 +96,16 @@ def _trained(folder: Path, workers: int, steps: int, cluster: Cluster | None) ->
     if cluster is None:
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
         command = [*torchrun, "--nproc-per-node", f"{workers}", "--no-python", *program]
-        code, environment = 124, {**os.environ, "OMP_NUM_THREADS": "1"}
-        with suppress(subprocess.TimeoutExpired):
-            code = subprocess.run(command, env=environment, timeout=DEADLINE_S, check=False).returncode
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        # In a session of its own: a second signal while it ends its ranks would leave them alive.
+        launcher = subprocess.Popen(command, env=environment, start_new_session=True)
+        try:
+            code = launcher.wait(DEADLINE_S)
+        except subprocess.TimeoutExpired:
+            code = 124
+        finally:
+            launcher.terminate()
+            launcher.wait()
     else:
         from anabranch.tools.lab.launch import run
 
