@@ -55,7 +55,7 @@ class DdpLayout:
     def __init__(self, ddp: ExtensibleDDP) -> None:
         self._ddp_ref = weakref.ref(ddp)  # weak, so that a model that is not used any more is freed
         self.buffers = DeferredBuffers(lambda: self._ddp._current_buffers())
-        self._own_buckets: BucketIndices | None = None  # the buckets that DDP built, once a plan has replaced them
+        self._own_buckets: BucketIndices | None = None  # the buckets that DDP built, once others have replaced them
         self._wrapped = reduced_parameters(ddp)
         self._hooked = {p: get_gradient_edge(p).node for p in self._wrapped.values()}
         # Watched for conversions, which are for all together: the largest of those that have a memory format.

@@ -50,7 +50,7 @@ def clone_group(
     store = c10d._get_process_group_store(group).clone()
     ranks = dist.get_process_group_ranks(group)
     made: Group
-    with explained(f"the group of the {description} could not be made"):
+    with explained(f"the process group {description!r} could not be made"):
         made, _ = c10d._new_process_group_helper(
             group.size(),
             group.rank(),

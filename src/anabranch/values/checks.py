@@ -11,7 +11,8 @@ Meta = Mapping[str, Scalar]
 MAX_SECONDS = 1e9  # sums of such numbers stay finite
 MAX_NBYTES = 1 << 53
 
-# How files.py validates a value and the dataclasses in it: nothing unknown, nothing converted, nothing infinite.
+# How files.py validates a value, and the dataclasses in it, which inherit it from pydantic 2.10.1 on: nothing unknown,
+# nothing converted, nothing infinite.
 STRICT = {"extra": "forbid", "strict": True, "allow_inf_nan": False}
 
 

@@ -139,7 +139,7 @@ class Curve:
         return replace(self, points=_never_falling(moved), tail_s_per_byte=tail)
 
     def scaled(self, factor: float, extra_s: float = 0.0) -> Self:
-        """All costs that many times as high, and each message ``extra_s`` more."""
+        """All costs, and their spreads, that many times as high, and each message ``extra_s`` more."""
         points = tuple(
             replace(p, seconds=p.seconds * factor + extra_s, spread_s=p.spread_s * factor) for p in self.points
         )

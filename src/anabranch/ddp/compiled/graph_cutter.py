@@ -6,7 +6,7 @@ It imports the compiler, so it is imported in a model's first forward, not with 
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -48,15 +48,16 @@ Compiled = Callable[..., Any]
 Compiler = Callable[..., Compiled]
 
 
-@cache
 def install() -> None:
     """Have torch ask us where to cut graphs, from now on; RuntimeError if this torch cannot.
 
     Only graphs of a DataParallel that plans are cut by us. Torch looks the class up each time it compiles.
     """
+    torch_class: Any = torch_cutter.DDPOptimizer
+    if torch_class.__module__ == __name__:
+        return
     for owner, signatures in SIGNATURES:
         check_signatures("torch", TESTED, owner, signatures)
-    torch_class: Any = torch_cutter.DDPOptimizer
 
     class PlannedCuts(torch_class):  # type: ignore[misc]
         """Cuts graphs of a DataParallel that plans where it says, and all others as torch does."""

@@ -54,7 +54,9 @@ def check_saved(state: Mapping[str, Any], numels: Mapping[str, int]) -> None:
 
 def refused(field: str, found: object, expected: str, remedy: str = REMEDY) -> ValueError:
     """The error about one field of a saved state."""
-    shown = f"a {found.dtype} tensor of shape {list(found.shape)}" if isinstance(found, torch.Tensor) else brief(found)
+    shown = "None" if found is None and field != "version" else brief(found)
+    if isinstance(found, torch.Tensor):
+        shown = f"a {found.dtype} tensor of shape {list(found.shape)}"
     return ValueError(f"{field} of the saved communication state is {shown}: expected {expected}; {remedy}")
 
 

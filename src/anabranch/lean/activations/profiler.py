@@ -262,11 +262,12 @@ class BlockProfiler(StepObserver):
         self._previous = (profile, {StorageWeakRef(tensor.untyped_storage()) for tensor in returned})
 
         def first_gradient_is_ready(gradient: torch.Tensor) -> None:  # noqa: ARG001
+            handle.remove()  # a second backward through the same graph does not count
             self._gradients.append((profile.block.name, self._clock.mark()))
             self._backward_begins()
 
         differentiated = [tensor for tensor in returned if tensor.grad_fn is not None]
-        register_multi_grad_hook(differentiated, first_gradient_is_ready, mode="any")
+        handle = register_multi_grad_hook(differentiated, first_gradient_is_ready, mode="any")
 
     def _new_step(self) -> None:
         self._in_backward = False

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -25,6 +26,7 @@ from anabranch.values.files import load_bundled_trace, write_bytes
 
 FEWEST_STEPS = 40  # a search for a plan takes 30 to 60
 DEADLINE_S = 900
+TORCHRUN_ENDS_S = 5
 ALPHA_S = 50e-6  # latency of emulated links
 SCALED, SCALED_PLANNERS, SCALED_COMPRESS = "densenet201", ("by_bytes", "optimal"), ("auto", "int8", "oktopk:0.01")
 FOLDER = Path("anabranch-demo")
@@ -97,12 +99,15 @@ def _trained(folder: Path, workers: int, steps: int, cluster: Cluster | None) ->
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr", "127.0.0.1"]
         command = [*torchrun, "--nproc-per-node", f"{workers}", "--no-python", *program]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        # In a session of its own: a second signal while it ends its ranks would leave them alive.
-        launcher = subprocess.Popen(command, env=environment, start_new_session=True)
+        launcher = subprocess.Popen(command, env=environment)
         try:
             code = launcher.wait(DEADLINE_S)
         except subprocess.TimeoutExpired:
             code = 124
+        except KeyboardInterrupt:  # a terminal's Ctrl-C reaches torchrun, too; while it ends its ranks it is left alone
+            with suppress(subprocess.TimeoutExpired):
+                launcher.wait(TORCHRUN_ENDS_S)
+            raise
         finally:
             launcher.terminate()
             launcher.wait()
