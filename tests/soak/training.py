@@ -217,5 +217,6 @@ def given_plan(configuration: Configuration, module: nn.Module) -> ab.Plan:
     """A plan that no planner would make, sent by the configuration's compression."""
     compress = configuration.ours.get("compress")
     kind = f"oktopk:{compress.density:g}" if isinstance(compress, ab.OkTopk) else compress or "dense"
+    kind = "int4" if kind == "auto" else kind  # one that auto may choose
     plan = scatter(dtypes_of(module))
     return ab.Plan(tuple(replace(bucket, collective=str(kind)) for bucket in plan.buckets))
