@@ -52,8 +52,7 @@ class Campaign:
         elif case.kind.scenario == "second start":
             run_world(self._server, case, folder, phase="first")
             _forget_journals(folder)
-            control = self._control(case) if _is_comparable(case) else None
-            verdict = judge(case, run_world(self._server, case, folder, phase="killed"), control)
+            verdict = self._judged_beside_ddp(case, run_world(self._server, case, folder, phase="killed"))
         elif case.kind.scenario == "shared cache":
             verdict = self._sharing(case, folder)
         elif case.kind.scenario == "full disk":
@@ -67,15 +66,18 @@ class Campaign:
                 records = run_world(self._server, case, folder, meanwhile, place=place)
             verdict = judge(case, records)
         else:
-            control = self._control(case)
-            verdict = judge(case, run_world(self._server, case, folder), control if _is_comparable(case) else None)
-            if control is not None and case.kind.control == "same fault":
-                verdict = _beside_ddp(case, verdict, control)
+            verdict = self._judged_beside_ddp(case, run_world(self._server, case, folder))
         if case.kind.scenario == "saving" and (problem := hostile.saved_problem(folder)):
             verdict = replace(verdict, outcome="unnamed traceback", why=problem)
         if verdict.good:
             shutil.rmtree(folder, ignore_errors=True)
         return verdict
+
+    def _judged_beside_ddp(self, case: Case, records: Sequence[RankRecord]) -> Verdict:
+        """The verdict, with what stock DDP does in this case."""
+        control = self._control(case)
+        verdict = judge(case, records, control if _is_comparable(case) else None)
+        return _beside_ddp(case, verdict, control) if control and case.kind.control == "same fault" else verdict
 
     def second_look(self, case: Case, verdict: Verdict) -> Result:
         """A case that did not end well, once more and alone; and whether stock DDP does the same."""

@@ -29,8 +29,11 @@ RAW = re.compile(
     r"|(Socket |wait )?time(d )?out|Rank \d+ (failed|successfully)|failed to (recv|send|connect)",
     re.IGNORECASE,
 )
-# DDP sends the order of its own buckets itself, in a forward; an error there is DDP's.
-DDPS_OWN = re.compile(r"distributed\.py:\d+ in _pre_forward")
+# DDP itself sends buffers and the order of its own buckets in a forward, and in backward those buckets and, inside
+# join(), how many ranks take part. What fails there is DDP's: our own messages in a backward run on lanes.
+DDPS_OWN = re.compile(
+    r"distributed\.py:\d+ in (_pre_forward|_distributed_broadcast_coalesced)|graph\.py:\d+ in _engine_run_backward"
+)
 BY_THREADS = ("Exception in thread", "Exception ignored in", "Fatal Python error", "terminate called")
 RELATIVE, ABSOLUTE = 2e-3, 2e-4  # sums in another order, over some fifty steps
 

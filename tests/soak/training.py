@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import anabranch as ab
+from anabranch.values.kinds.names import COMPRESSED
 from parallel.models import Branches
 from parallel.twins import SCENARIOS, WIDTH, bits, dtypes_of, mlp, scatter, scattered
 from soak.configurations import Configuration
@@ -208,8 +209,8 @@ def network(compress: object) -> ab.Network:
     curves = {"dense": [(1024, 1e-4, 1e-6), (1 << 20, 1e-2, 1e-4)]}
     if isinstance(compress, ab.OkTopk):
         curves[f"oktopk:{compress.density:g}"] = [(1024, 5e-5, 1e-6), (1 << 20, 5e-3, 1e-4)]
-    if compress == "bf16":
-        curves["bf16"] = curves["dense"]
+    if isinstance(compress, str):
+        curves |= dict.fromkeys(COMPRESSED, curves["dense"])
     return ab.Network.measured(dist.get_world_size(), curves)
 
 
