@@ -17,14 +17,13 @@ from typing import NamedTuple
 
 from anabranch.values.curve import Curve
 from anabranch.values.kinds.formats import FORMATS, Sizes
-from anabranch.values.kinds.names import BF16, INT4, INT8, Wire, density_of, kind_of, split_wire
+from anabranch.values.kinds.names import BF16, INT4, INT8, NODES, Wire, density_of, kind_of, split_wire
 from anabranch.values.kinds.options import OkTopk
 from anabranch.values.links import AlphaBeta, TwoLevel
 from anabranch.values.network import Network
 
 SIZES_NBYTES = [4 << bits for bits in range(8, 31)]  # points of a curve: 1 KiB to 4 GiB
 FLOAT_NBYTES = 4
-BETWEEN_NODES = "@nodes"  # ends the name of an exchange between nodes
 
 
 class Phase(NamedTuple):
@@ -85,7 +84,7 @@ class Exchange:
 
     def between_nodes(self) -> "Exchange":
         """The same between nodes, inside of which sums are dense: a reduce-scatter before it, an all-gather after."""
-        return replace(self, kind=self.kind + BETWEEN_NODES, two_level=True)
+        return replace(self, kind=self.kind + NODES, two_level=True)
 
     def seconds(self, nbytes: int, links: AlphaBeta | TwoLevel, ranks: int) -> float:
         """The time for a bucket of ``nbytes`` of float32."""

@@ -102,8 +102,10 @@ def document_of(noun: Noun) -> dict[str, Any]:
         found, expected = type(noun).__name__, ", ".join(cls.__name__ for cls in KINDS.values())
         raise ValueError(f"cannot save a {found}: expected a {expected}")
     content = asdict(noun)
-    if isinstance(noun, Network) and not noun.delays:
-        del content["delays"]  # a field that came later: without it, older programs can read the file
+    if isinstance(noun, Network):  # fields that came later: without them, older programs can read the file
+        for field in ("delays", "inside"):
+            if not getattr(noun, field):
+                del content[field]
     return {"format": kind, "version": VERSION, **content}
 
 

@@ -52,6 +52,23 @@ class Contention:
         return own if self.link_cap is None else max(own, k / self.link_cap)
 
 
+@dataclass(frozen=True, slots=True)
+class InsideNodes:
+    """What a two-level exchange costs inside nodes of ``ranks_per_node`` ranks, by the bytes of the bucket.
+
+    scatter   each rank gets the sum, over the ranks of its node, of its share of the bucket
+    gather    each rank gets the averages of all shares
+    """
+
+    ranks_per_node: int
+    scatter: Curve
+    gather: Curve
+
+    def __post_init__(self) -> None:
+        if self.ranks_per_node < 1:
+            raise ValueError(f"ranks_per_node is {self.ranks_per_node}: expected at least 1")
+
+
 ALL_GATHER, REDUCE_SCATTER = "all_gather", "reduce_scatter"
 
 FULL_LINK = Contention()  # what is assumed where nothing was measured: one message fills the link
@@ -66,6 +83,9 @@ class Network:
     to fill the link, so that simultaneous messages gain nothing but their start-up. ``delays`` are the seconds by which
     sending a message holds up the computing after it, by collective: a host that launches an exchange launches nothing
     else meanwhile. Only live steps show them; nothing is taken for what is not named.
+
+    Of a two-level kind, such as "int8@nodes", the curve has what ranks exchange between nodes, all ranks of a node at
+    once, by the bytes of the whole bucket; ``inside`` has the rest, None if there are no nodes or it costs nothing.
     """
 
     __pydantic_config__: ClassVar = STRICT
@@ -76,6 +96,7 @@ class Network:
     model: AlphaBeta | TwoLevel | None = None
     meta: Meta = field(default_factory=dict, hash=False)
     delays: Mapping[str, float] = field(default_factory=dict, hash=False)
+    inside: InsideNodes | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "curves", ReadOnly(self.curves))

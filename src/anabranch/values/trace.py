@@ -6,7 +6,7 @@ from itertools import pairwise
 from typing import ClassVar, Self
 
 from anabranch.values.checks import STRICT, Meta, check_nbytes, check_positive, check_seconds, frozen_meta, repeated
-from anabranch.values.kinds.names import DENSE
+from anabranch.values.kinds.names import is_dense
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class TensorSpec:
         Curves of compressed kinds are those of float32 gradients. Of a 16-bit one with as many elements they send as
         much, and compute as long.
         """
-        return 2 * self.nbytes if self.itemsize == 2 and collective != DENSE else self.nbytes
+        return 2 * self.nbytes if self.itemsize == 2 and not is_dense(collective) else self.nbytes
 
     @property
     def kind(self) -> tuple[str, int]:

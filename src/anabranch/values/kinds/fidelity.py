@@ -17,7 +17,17 @@ delay, the more it costs in learning, and a lower density delays longer. So this
 from collections.abc import Sequence
 from statistics import NormalDist
 
-from anabranch.values.kinds.names import BF16, DENSE, EVERY_ELEMENT, INT4, INT8, density_of, kind_of
+from anabranch.values.kinds.names import (
+    BF16,
+    DENSE,
+    EVERY_ELEMENT,
+    INT4,
+    INT8,
+    between_nodes,
+    density_of,
+    is_dense,
+    kind_of,
+)
 from anabranch.values.plan import Plan
 from anabranch.values.trace import Trace
 
@@ -29,8 +39,8 @@ LEAST = INT4  # the bound of "auto", unless one asks for less: what comes after 
 
 def error_of(kind: str) -> int:
     """The relative squared error of a kind, in millionths; ValueError if there is no such kind."""
-    if kind in ERRORS:
-        return ERRORS[kind]
+    if (between := between_nodes(kind)) in ERRORS:  # sums inside nodes are exact
+        return ERRORS[between]
     density = density_of(kind)
     if density is None:
         raise ValueError(f"no kind of exchange is called {kind!r}: expected one of {', '.join(LADDER)}")
@@ -39,7 +49,7 @@ def error_of(kind: str) -> int:
 
 def is_compressed(kind: str) -> bool:
     """Whether this is the name of a kind of exchange, and not of dense ones."""
-    return kind != DENSE and (kind in ERRORS or density_of(kind) is not None)
+    return not is_dense(kind) and (between_nodes(kind) in ERRORS or density_of(kind) is not None)
 
 
 def ladder(at_least: str = LEAST) -> tuple[str, ...]:

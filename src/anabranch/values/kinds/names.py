@@ -3,6 +3,9 @@
 Exchanges of every element have a plain name, such as "int8". Sparse ones have their density in it ("oktopk:0.01").
 Prices and arguments of commands may add how entries are sent (``OkTopk(wire=...)``): "oktopk:0.01:bf16". Buckets of a
 live model do not, since all of them are sent in the same format.
+
+A two-level exchange ends in "@nodes": "int8@nodes" sums inside each node in full precision, and int8 is what nodes
+exchange. Its name without the end is that of the exchange between nodes.
 """
 
 from typing import Literal, get_args
@@ -13,6 +16,7 @@ OKTOPK = "oktopk"
 AUTO = "auto"  # chooses a kind for each bucket
 Wire = Literal["fp32", "bf16", "int8"]
 WIRES: tuple[Wire, ...] = get_args(Wire)
+NODES = "@nodes"
 DENSITIES = (0.01, 0.02, 0.05, 0.1, 0.2)  # the densities that OkTopk(density="auto") chooses from
 
 
@@ -34,9 +38,29 @@ def split_wire(name: str, unnamed: Wire = "fp32") -> tuple[str, Wire]:
     return name, unnamed
 
 
+def two_level(kind: str) -> str:
+    """The name of the two-level exchange with this kind between nodes."""
+    return between_nodes(kind) + NODES
+
+
+def between_nodes(kind: str) -> str:
+    """The kind that a two-level exchange has between nodes; any other kind itself."""
+    return kind.removesuffix(NODES)
+
+
+def is_two_level(kind: str) -> bool:
+    """Whether this is the name of a two-level exchange."""
+    return kind.endswith(NODES)
+
+
+def is_dense(kind: str) -> bool:
+    """Whether every element is sent in full precision, on two levels or flat."""
+    return between_nodes(kind) == DENSE
+
+
 def density_of(kind: str) -> float | None:
-    """The density in the name of a sparse collective; None for any other name."""
-    name, _, text = kind.partition(":")
+    """The density in the name of a sparse collective, flat or on two levels; None for any other name."""
+    name, _, text = between_nodes(kind).partition(":")
     if name != OKTOPK:
         return None
     try:

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from anabranch.planning.ladder import least_lossy
 from anabranch.planning.merge import compressed_if_faster
-from anabranch.planning.prices import BETWEEN_NODES, Exchange, quantised_exchange, sparse_exchange
+from anabranch.planning.prices import Exchange, quantised_exchange, sparse_exchange
 from anabranch.tools.predict.scaling.result import Kind
 from anabranch.values.kinds.fidelity import error_of, ladder
 from anabranch.values.kinds.formats import ENTRY_NBYTES
@@ -16,6 +16,7 @@ from anabranch.values.kinds.names import (
     COMPRESSED,
     DENSE,
     DENSITIES,
+    NODES,
     OKTOPK,
     Wire,
     density_of,
@@ -54,7 +55,7 @@ class Compression(NamedTuple):
     @classmethod
     def named(cls, name: str) -> "Compression":
         """The compression of this name; ValueError if there is none."""
-        what = name.removesuffix(BETWEEN_NODES)
+        what = name.removesuffix(NODES)
         lean, between_nodes = what.partition(":")[0] == LEAN, what != name
         exchange = what.removeprefix(f"{LEAN}:")  # "lean:int8" runs int8, "lean:0.01" Ok-Topk
         if exchange in COMPRESSED:
@@ -68,7 +69,7 @@ class Compression(NamedTuple):
                 f"--compress is {name!r}: expected {AUTO} (as faithful as is hidden, down to int4), "
                 f"{AUTO}:{OKTOPK}:0.01 (down to 1 % sparse), {', '.join(COMPRESSED)}, {OKTOPK} "
                 f"(as dense as is hidden), {OKTOPK}:0.01 or {OKTOPK}:0.01:bf16 (with packed values); on Lean "
-                f"{LEAN}:int8, {LEAN}:{AUTO}, {LEAN} or {LEAN}:0.01; between nodes alone int8{BETWEEN_NODES}"
+                f"{LEAN}:int8, {LEAN}:{AUTO}, {LEAN} or {LEAN}:0.01; between nodes alone int8{NODES}"
             )
         densities = DENSITIES if plain in (OKTOPK, LEAN) else [given_density(what)]
         return cls(tuple(map(kind_of, densities)), lean, between_nodes, wire)
@@ -88,7 +89,7 @@ class Compression(NamedTuple):
     @property
     def collectives(self) -> list[str]:
         """The names of ``kinds`` in the buckets of a plan and in the costs of a network."""
-        return [with_wire(kind, self.wire) + BETWEEN_NODES * self.between_nodes for kind in self.kinds]
+        return [with_wire(kind, self.wire) + NODES * self.between_nodes for kind in self.kinds]
 
     def planner(self, dense: Sequence[str]) -> Planner:
         """The planner that chooses among these kinds; gradients in ``dense`` are sent dense."""
@@ -146,7 +147,7 @@ def priced(network: Network, kinds: Iterable[str], measured: Network | None = No
 
 def kind_of_bucket(collective: str) -> str:
     """The kind that a bucket of a live plan names, which has neither the wire nor the "@nodes" of a price."""
-    return split_wire(collective.removesuffix(BETWEEN_NODES))[0]
+    return split_wire(collective.removesuffix(NODES))[0]
 
 
 def as_sent(plan: Plan) -> Plan:
@@ -161,7 +162,7 @@ def sent_nbytes(kind: str, tensors: Sequence[TensorSpec], ranks: int) -> int | N
     """
     if kind == DENSE:  # a ring all-reduce
         return 2 * (ranks - 1) * sum(tensor.nbytes for tensor in tensors) // ranks
-    exchange = None if kind.endswith(BETWEEN_NODES) else _exchange(kind)  # which depends on how many nodes there are
+    exchange = None if kind.endswith(NODES) else _exchange(kind)  # which depends on how many nodes there are
     return None if exchange is None else exchange.sent_nbytes(sum(tensor.numel for tensor in tensors), ranks)
 
 
@@ -178,7 +179,7 @@ def dense_only(trace: Trace) -> list[str]:
 
 def _exchange(collective: str, network: Network | None = None) -> Exchange | None:
     """The exchange of this name; its computing time is taken from ``network`` where it was measured there."""
-    kind = collective.removesuffix(BETWEEN_NODES)
+    kind = collective.removesuffix(NODES)
     plain, wire = split_wire(kind)
     density = density_of(plain)
     if kind in COMPRESSED:
@@ -206,7 +207,7 @@ def _assumptions(wanted: Iterable[Compression], exchanges: Sequence[Exchange], n
         said += [f"{kind} computes for {found.computing.source}" for kind, found in rounded.items()]
     if sparsely:
         sources = " and ".join(dict.fromkeys(found.computing.source for found in sparsely))
-        wires = dict.fromkeys(split_wire(found.kind.removesuffix(BETWEEN_NODES))[1] for found in sparsely)
+        wires = dict.fromkeys(split_wire(found.kind.removesuffix(NODES))[1] for found in sparsely)
         sizes = " or ".join(f"{ENTRY_NBYTES[wire]} bytes as {wire}" for wire in wires)
         said += [
             "sparse buckets cost the messages that virtual ranks count for Ok-Topk's fixed-size exchange, 2(P-1) of "
@@ -217,7 +218,7 @@ def _assumptions(wanted: Iterable[Compression], exchanges: Sequence[Exchange], n
         said.append(f"at {network.world_size} ranks {', '.join(measured)} buckets cost what was measured there")
     if any(compression.between_nodes for compression in wanted):
         said.append(
-            f"{BETWEEN_NODES}: dense sums inside each node, and the exchange between nodes alone: a price, since "
+            f"{NODES}: dense sums inside each node, and the exchange between nodes alone: a price, since "
             "DataParallel does not run that yet; on a network without nodes it is the plain exchange"
         )
     return [

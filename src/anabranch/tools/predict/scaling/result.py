@@ -4,9 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar, Literal, NamedTuple
 
-from anabranch.planning.prices import BETWEEN_NODES
 from anabranch.values.checks import STRICT, check_seconds, repeated
-from anabranch.values.kinds.names import COMPRESSED
+from anabranch.values.kinds.names import COMPRESSED, NODES
 
 Basis = Literal["weak", "strong"]
 Kind = Literal["dense", "quantised", "sparse", "lean", "sharded"]
@@ -84,7 +83,7 @@ class Strategy:
     def sends(self) -> Literal["dense", "quantised", "sparse"]:
         """Every value in full, every value rounded, or some; by the kind in the name, for hsdp the one behind @."""
         if self.kind == "lean":
-            exchange = self.name.removesuffix(BETWEEN_NODES).partition(":")[2]
+            exchange = self.name.removesuffix(NODES).partition(":")[2]
             rounds = exchange.removeprefix("auto:") in (*COMPRESSED, "auto")
             return "quantised" if rounds else "sparse"
         if self.kind == "sharded":
