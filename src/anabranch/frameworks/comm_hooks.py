@@ -94,7 +94,7 @@ class CommHookState:
         steps = exchanges.steps(names, buffer, lanes[0].group, self._scaler)
         if bucket.is_last():  # the first may be ready in the backward of a re-entrant checkpoint, inside backward
             exchanges.end_with_this_backward()
-        return lanes[0].submit(Message(steps, buffer, label, on_side_stream=kind != DENSE))
+        return lanes[0].submit(Message((steps,), buffer, label, on_side_stream=kind != DENSE))
 
     def _start(self) -> tuple[ExternalBuckets, Lanes]:
         """The exchanges and their lane; made at the first use."""

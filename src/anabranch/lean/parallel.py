@@ -97,7 +97,7 @@ class LeanDataParallel(Tuned, nn.Module):
         dtensor_reason(module)
         compress = settings_of(compress)
         _check_arguments(unnamed, others, compress, memory)
-        tuning = TuningOptions(planner, plan, network, lanes, profile_steps, cache=cache, policy=policy)
+        tuning = TuningOptions(planner, plan, network, lanes, profile_steps, cache=cache, policy=policy, nodes=False)
         group = process_group or default_group()
         if reason := no_clone_reason(group):
             raise ValueError(f"DataParallel with memory=Lean(...) cannot run here: {reason}. {USE_A_TORCH_GROUP}")

@@ -3,6 +3,7 @@
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from anabranch.exchange.nodes import UNKNOWN, FoundNodes
 from anabranch.observe.measure import POOR_SPREAD
 from anabranch.planning.simulator import lower_bound_s
 from anabranch.tuning.decisions import step_noise
@@ -28,6 +29,7 @@ class Findings:
     cost            what searching has cost; empty before the first trial
     errors          measured relative errors of compressed buckets, once there are samples
     graph_lines     the graphs of a compiled model
+    nodes           the ranks' nodes, or why exchanges are flat
     """
 
     stage: str
@@ -41,6 +43,7 @@ class Findings:
     cost: str = ""
     errors: Mapping[Bucket, float] = field(default_factory=dict)
     graph_lines: Sequence[str] = ()
+    nodes: FoundNodes = UNKNOWN
 
 
 def explanation(found: Findings) -> str:
@@ -59,6 +62,7 @@ def explanation(found: Findings) -> str:
         if name := trace.meta.get("order_changed_at"):
             lines.append(f"Gradients change their order between steps, first at {name}: plans may wait for late ones.")
     lines += found.graph_lines
+    lines.append(str(found.nodes))
     title = f"Network ({found.network_note})" if found.network_note else "Network"
     if network is not None:
         whole_s = network.allreduce_s(trace.nbytes) if trace is not None else 0.0

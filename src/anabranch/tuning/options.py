@@ -13,6 +13,7 @@ from torch import nn
 from anabranch.exchange.agreement import agree_on, check_same, from_rank_0, same_on_all_ranks
 from anabranch.exchange.collectives import Collectives
 from anabranch.exchange.interface import Group
+from anabranch.exchange.nodes import UNKNOWN, FoundNodes, GivenNodes, check_given, find_nodes
 from anabranch.planning import PLANNERS
 from anabranch.values.errors import FileError, NetworkError, PlanError
 from anabranch.values.files import load_as
@@ -91,6 +92,7 @@ class TuningOptions:
     """The arguments of DataParallel that are not DDP's.
 
     ``kinds``, ``excluded`` and ``mixes``: as in ``Collectives``.
+    ``found_nodes``: what ranks found, once they have compared their machines.
     ``no_plan_reason``: what ranks found when they compared their models, if they cannot plan together.
     """
 
@@ -104,6 +106,8 @@ class TuningOptions:
     mixes: bool = False
     cache: str | os.PathLike[str] | bool | None = None
     policy: TuningPolicy = DEFAULT_POLICY
+    nodes: GivenNodes = "auto"
+    found_nodes: FoundNodes = UNKNOWN
     no_plan_reason: str = ""
 
     def __post_init__(self) -> None:
@@ -123,6 +127,7 @@ class TuningOptions:
             raise ValueError(f"lanes is {self.lanes}: expected 1 to {MAX_LANES}, or None to choose")
         if not isinstance(self.profile_steps, int) or self.profile_steps < 0:
             raise ValueError(f"profile_steps is {self.profile_steps}: expected 0 or more")
+        check_given(self.nodes)
         if not isinstance(self.policy, TuningPolicy):
             expected = "a TuningPolicy, such as TuningPolicy(min_gain=0.02)"
             raise ValueError(f"policy is a {type(self.policy).__name__}: expected {expected}")
@@ -155,10 +160,11 @@ class TuningOptions:
             f"lanes {self.lanes}",
             f"profile_steps {self.profile_steps}",
             f"cache {'off' if self.cache is False else 'on'}",  # rank 0's folder counts, so others may differ
+            f"nodes {self.nodes}",
         ]
 
     def agreed(self, parts: Mapping[str, str], group: Group, *further: str, by_name: bool) -> "TuningOptions":
-        """These options, with the plan that rank 0 reads if ``plan`` is a path. Collective.
+        """These options, with the plan that rank 0 reads if ``plan`` is a path, and the nodes found. Collective.
 
         If rank 0 finds ``ANABRANCH=off``, they are options for DDP's own buckets, and nothing is compared.
 
@@ -177,7 +183,8 @@ class TuningOptions:
             if by_name:  # which the settings decide, so it is the same on all ranks
                 check_same("the model", lines, group)
             reason = "parameters have other names on other ranks, and a plan names them"
-        return replace(self.with_plan_loaded(group), no_plan_reason=reason)
+        found_nodes = find_nodes(self.nodes, group)
+        return replace(self.with_plan_loaded(group), found_nodes=found_nodes, no_plan_reason=reason)
 
     def with_plan_loaded(self, group: Group) -> "TuningOptions":
         """These options with the plan that rank 0 reads, if ``plan`` is a path. Collective.
