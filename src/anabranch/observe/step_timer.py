@@ -20,7 +20,7 @@ from torch.autograd import Variable
 
 from anabranch.observe.clock import Clock
 from anabranch.values.plan import Plan, bucket_label
-from anabranch.values.timeline import COMPUTE, Span, Timeline
+from anabranch.values.timeline import COMPUTE, Span, Timeline, lane_track
 
 KEPT_STEPS = 64
 
@@ -350,5 +350,5 @@ def timeline_of(step: StepMarks, plan: Plan | None, clock: Clock) -> Timeline:
         for times in bucket_times(step, plan, clock, step.backward):
             bucket = plan.buckets[times.number]
             label = bucket_label(times.number, bucket.collective, bucket.names)
-            spans.append(Span(f"lane {bucket.lane}", label, times.begin_s, times.end_s))
+            spans.append(Span(lane_track(bucket.lane), label, times.begin_s, times.end_s))
     return Timeline(tuple(spans), {"source": "measured"})
