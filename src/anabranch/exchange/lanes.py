@@ -8,7 +8,7 @@ threads would wait for themselves, and ranks would issue in different orders.
 import queue
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from time import monotonic, sleep
 from typing import Any, NamedTuple, Protocol
 
@@ -329,11 +329,8 @@ class Lanes:
         is_alone = dist.get_world_size(self._group) < dist.get_world_size() and not self._siblings
         return 1 if is_alone and self._device.type == "cuda" else MAX_LANES
 
-    def grow(self, count: int, nodes: Nodes | None = None) -> None:
-        """Create lanes until there are ``count``; all of them with groups for two-level exchanges, if nodes are given.
-
-        Collective: every rank of the group calls it at the same point.
-        """
+    def grow(self, count: int) -> None:
+        """Create lanes until there are ``count``. Collective: every rank of the group calls it at the same point."""
         if count > self.max_lanes:
             raise RuntimeError(
                 f"{count} lanes were asked for, and this process group can have {self.max_lanes}: use fewer lanes"
@@ -346,10 +343,15 @@ class Lanes:
                 self._lanes.append(StreamLane(group, self._device, self._own_streams))
             else:
                 self._lanes.append(HostLane(self._new_group(number), f"anabranch-lane-{number}", self._failures))
-        if nodes is not None:
-            for number, lane in enumerate(self._lanes):
-                if lane.nodes is None:
-                    lane.use_nodes(self._new_node_groups(number, nodes))
+
+    def use_nodes(self, nodes: Nodes, numbers: Iterable[int]) -> None:
+        """Let these lanes take two-level exchanges. Collective, as ``grow``.
+
+        Not all lanes: NCCL's communicators take memory, and time to set up.
+        """
+        for number in sorted(numbers):
+            if self._lanes[number].nodes is None:
+                self._lanes[number].use_nodes(self._new_node_groups(number, nodes))
 
     def close(self, timeout_s: float = CLOSE_S) -> None:
         """End the threads, all within this time, and destroy the groups that were created here."""

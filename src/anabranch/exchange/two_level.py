@@ -12,16 +12,19 @@ the ranks of a place end with the same bits, so all ranks do. The scatter is an 
 reduce-scatter that sends as little, and NCCL's adds 16-bit numbers in 16 bits.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import NamedTuple
 
 import torch
 
-from anabranch.exchange.communicator import Communicators
-from anabranch.exchange.interface import DTYPES, Steps, record_stream
+from anabranch.exchange.communicator import Communicator, Communicators
+from anabranch.exchange.interface import DTYPES, Collective, Group, Steps, record_stream
 from anabranch.exchange.lanes import NodeGroups
+from anabranch.values.kinds.names import two_level
 from anabranch.values.nodes import Nodes
+
+SCATTER, GATHER = INSIDE = ("scatter", "gather")  # the stages inside a node, as measurements name them
 
 
 class Share(NamedTuple):
@@ -82,6 +85,36 @@ def division(places: int, numels: tuple[int, ...]) -> Division:
     sizes = [[high - low for low, high in (share.bounds(n, place) for n in numels)] for place in range(places)]
     by_parameter = tuple(sizes[place][p] for p in range(len(numels)) for place in range(places))
     return Division(by_parameter, tuple(size for row in sizes for size in row), tuple(map(sum, sizes)))
+
+
+def stage_probes(between: Mapping[str, Collective], groups: NodeGroups) -> dict[str, Collective]:
+    """Exchanges for timing by the bytes of a whole bucket: the stages inside nodes, and these kinds between nodes."""
+    places = groups.scatter.size()
+    scattering, gathering = Communicator(groups.scatter), Communicator(groups.gather)
+
+    def shares(buffer: torch.Tensor) -> torch.Tensor:
+        own = max(1, len(buffer) // places)
+        return buffer[: own * places] if len(buffer) >= places else buffer.new_ones(places)
+
+    def scatter(buffer: torch.Tensor, group: Group, divisor: float) -> Steps:  # noqa: ARG001
+        sent = shares(buffer)
+        received = torch.empty_like(sent)
+        yield scattering.all_to_all(received, sent, SCATTER)
+        buffer[: len(sent) // places] = received.view(places, -1).mean(0)
+
+    def gather(buffer: torch.Tensor, group: Group, divisor: float) -> Steps:  # noqa: ARG001
+        given = shares(buffer)
+        gathered = torch.empty_like(given).view(places, -1)
+        yield gathering.all_gather(gathered, given.view(places, -1)[:1], GATHER)
+        buffer[: len(given)] = gathered.view(-1)[: len(buffer)]
+
+    def of(exchange: Collective) -> Collective:
+        def of_a_share(buffer: torch.Tensor, group: Group, divisor: float) -> Steps:  # noqa: ARG001
+            return exchange(buffer[: max(1, len(buffer) // places)], groups.between, divisor)
+
+        return of_a_share
+
+    return {SCATTER: scatter, GATHER: gather, **{two_level(kind): of(one) for kind, one in between.items()}}
 
 
 def supports(dtype: torch.dtype) -> bool:

@@ -20,7 +20,7 @@ from torch.autograd import Variable
 
 from anabranch.observe.clock import Clock
 from anabranch.values.plan import Plan, bucket_label
-from anabranch.values.timeline import COMPUTE, Span, Timeline
+from anabranch.values.timeline import COMPUTE, Span, Timeline, inside_track, lane_track
 
 KEPT_STEPS = 64
 STAGES = ("scatter", "", "gather")  # of a two-level exchange; the one between nodes is what other exchanges are
@@ -367,8 +367,8 @@ def timeline_of(step: StepMarks, plan: Plan | None, clock: Clock) -> Timeline:
         for times in bucket_times(step, plan, clock, step.backward):
             bucket = plan.buckets[times.number]
             label = bucket_label(times.number, bucket.collective, bucket.names)
-            track = f"lane {bucket.lane}"
             if times.stage:
-                label, track = f"{label}, {times.stage}", f"inside {bucket.lane}"
-            spans.append(Span(track, label, times.begin_s, times.end_s))
+                spans.append(Span(inside_track(bucket.lane), f"{label}, {times.stage}", times.begin_s, times.end_s))
+            else:
+                spans.append(Span(lane_track(bucket.lane), label, times.begin_s, times.end_s))
     return Timeline(tuple(spans), {"source": "measured"})

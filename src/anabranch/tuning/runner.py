@@ -103,8 +103,9 @@ class PlanRunner:
         if plan == self.plan:
             return
         if plan is not None:
-            two_levels = any(is_two_level(bucket.collective) for bucket in plan.buckets)
-            self.lanes.grow(plan.lanes, self._collectives.nodes if two_levels else None)
+            self.lanes.grow(plan.lanes)
+            if (nodes := self._collectives.nodes) is not None:
+                self.lanes.use_nodes(nodes, {b.lane for b in plan.buckets if is_two_level(b.collective)})
         self._collectives.residuals.use_plan(plan)
         self._requested = (plan,)
 
