@@ -1,6 +1,5 @@
 """Which ranks share a machine: what they say of it, what a program says, and what ranks agree on."""
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +66,7 @@ def test_what_may_not_be_given(given: object) -> None:
 def test_a_machine_has_one_id(monkeypatch: pytest.MonkeyPatch) -> None:
     assert node_id() == node_id() != ""
     monkeypatch.setattr(module, "BOOT_ID", Path("/nowhere/boot_id"))
-    monkeypatch.setattr(module.socket, "gethostname", lambda: "node17")
+    monkeypatch.setattr("socket.gethostname", lambda: "node17")
     assert node_id() == "node17"
 
 
@@ -97,34 +96,29 @@ def not_divided(rank: int) -> str:
 
 def by_id(rank: int, ids: str, size: str = "") -> list[Any]:
     """Ranks that are on machines of these letters."""
-    own_id, own_size = module.node_id, module.local_size
-    module.node_id, module.local_size = lambda: f"host {ids[rank]}", lambda: size
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "node_id", lambda: f"host {ids[rank]}")
+        patch.setattr(module, "local_size", lambda: size)
         return told(find_nodes("auto", group()))
-    finally:
-        module.node_id, module.local_size = own_id, own_size
 
 
 def here(rank: int) -> list[Any]:
-    """These ranks themselves: all on this machine, which their launcher does not know to be one."""
-    os.environ.pop("LOCAL_WORLD_SIZE", None)
-    return told(find_nodes("auto", group()))
+    """These ranks themselves, of which no launcher says anything."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("LOCAL_WORLD_SIZE", raising=False)
+        return told(find_nodes("auto", group()))
 
 
 def subgroup(rank: int) -> list[Any]:
     """A group of three of the ranks, whose nodes are of its own ranks; launchers count those of all groups."""
     members = dist.new_group([0, 1, 3], timeout=group_timeout())
-    own = module.node_id
-    module.node_id = lambda: "aabb"[rank]
-    os.environ["LOCAL_WORLD_SIZE"] = "2"
-    try:
-        if rank == 2:
-            return []
-        assert isinstance(members, dist.ProcessGroup)
+    if rank == 2:
+        return []
+    assert isinstance(members, dist.ProcessGroup)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "node_id", lambda: "aabb"[rank])
+        patch.setattr(module, "local_size", lambda: "2")
         return told(find_nodes("auto", members))
-    finally:
-        module.node_id = own
-        del os.environ["LOCAL_WORLD_SIZE"]
 
 
 def pairs(rank: int) -> list[Any]:
