@@ -40,8 +40,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from anabranch.planning.by_size import filled
-from anabranch.planning.merge import CostLines, Floats, Ints, optimal
+from anabranch.planning.by_size import at_most
+from anabranch.planning.costs import CostLines, Floats, Ints
+from anabranch.planning.merge import optimal
 from anabranch.planning.simulator import finish_s
 from anabranch.values.curve import Curve
 from anabranch.values.kinds.names import DENSE
@@ -196,7 +197,7 @@ class _Part:
         self, tensors: Sequence[TensorSpec], network: Network, errors: Mapping[str, int], merging_s: float
     ) -> None:
         self._merging_s = merging_s
-        self._groups = _gradient_groups(tensors)
+        self._groups = at_most(tensors, MOST_GRADIENTS)
         self._kinds = sorted(errors, key=errors.__getitem__)
         self._errors = np.array([errors[kind] for kind in self._kinds], dtype=np.int64)
         self._ready = np.array([0.0, *(group[-1].ready_s for group in self._groups)])
@@ -212,8 +213,8 @@ class _Part:
         return len(self._groups)
 
     def _cost_table(self, curve: Curve, kind: str) -> Floats:
-        nbytes = np.cumsum([0, *(sum(t.cost_nbytes(kind) for t in group) for group in self._groups)])
-        return CostLines(curve.segments()).cost(np.maximum(nbytes[None, :] - nbytes[:, None], 0))
+        nbytes = [sum(t.cost_nbytes(kind) for t in group) for group in self._groups]
+        return CostLines(curve.segments()).table(nbytes)
 
     def _earliest_s(self) -> float:
         """The earliest instant at which everything can have travelled, by any kinds; with delays, an early one."""
@@ -372,15 +373,6 @@ def _most_promising(least: Floats, most: int, known: float) -> Ints:
     # The first, the earliest, always stays: what finishes in time may be left to it.
     others = kept[1:][np.argsort(least[kept[1:]], kind="stable")[: most - 1]]
     return np.sort(np.append(kept[0], others))
-
-
-def _gradient_groups(tensors: Sequence[TensorSpec]) -> list[Sequence[TensorSpec]]:
-    """What the search treats as one gradient: each by itself, or neighbours together where there are too many."""
-    if len(tensors) <= MOST_GRADIENTS:
-        return [[tensor] for tensor in tensors]
-    # A group is closed when it has its share, or before a gradient that has one by itself: at most two for each share.
-    share = -(-2 * sum(tensor.nbytes for tensor in tensors) // MOST_GRADIENTS)
-    return filled(tensors, lambda tensor: tensor.nbytes, share, share, reached=False)
 
 
 def _arrangements(
