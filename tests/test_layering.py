@@ -31,10 +31,7 @@ MAY_IMPORT = {
 }
 FRONT_DOOR = {"__init__", "__main__", "run"}  # may import everything
 NEVER_TORCH = ("values", "planning", "tools.report", "tools.lab")  # not even in a function
-INSIDE_TORCH = (
-    "tools.lab.emulation",
-    "tools.lab.inside",
-)  # in the place of torch's process groups, or of their methods
+INSIDE_TORCH = ("tools.lab.emulation", "tools.lab.inside")  # in the place of torch's process groups or their methods
 # Packages of which no module loads torch, directly or not: planning and looking need none. Of the lab, its entry.
 LOAD_NO_TORCH = ("values", "planning", "fsdp.planning", "tools.report", "tools.cli", "tools.lab.launch")
 

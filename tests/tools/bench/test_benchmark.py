@@ -155,7 +155,7 @@ def searched(search_steps: int | None) -> int:
     )
     give_times(lambda plan: 1e-3)
     settings = benchmark.Settings(profile_steps=2, search_steps=search_steps)
-    tuned = benchmark.tune(replace(workload, build=build), settings, AUTO, None, lambda text: None)
+    tuned = benchmark.tune(replace(workload, build=build), settings, AUTO, benchmark.Variant(None), lambda text: None)
     tuned.parallel.close()
     return taken[0]
 
