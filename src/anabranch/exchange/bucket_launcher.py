@@ -9,9 +9,9 @@ from torch.futures import Future
 
 from anabranch.exchange.collectives import Collectives
 from anabranch.exchange.error_samples import ErrorSamples
-from anabranch.exchange.interface import ExchangeFamily, Group, Steps
+from anabranch.exchange.interface import Group, Steps
 from anabranch.exchange.lanes import Lane, Lanes, Message
-from anabranch.values.kinds.names import is_dense
+from anabranch.values.kinds.names import DENSE
 from anabranch.values.plan import Bucket, Plan
 
 Behind = Callable[[Group], Steps]
@@ -46,16 +46,15 @@ class BucketLauncher:
         self._mark_bucket = mark_bucket
         self._before_first = before_first
         self._world_size = dist.get_world_size(lanes[0].group)
-        # What does not change between steps: each bucket, the sizes of its parameters, its family, its lane, and its
-        # name in errors.
-        self._routes: list[tuple[Bucket, list[int], ExchangeFamily, Lane, str]] = []
+        # What does not change between steps: each bucket, its parameters' sizes, its lane, and its name in errors.
+        self._routes: list[tuple[Bucket, list[int], Lane, str]] = []
         for index, bucket in enumerate(plan.buckets):
             label = (
                 f"bucket {index} of {len(plan)} ({len(bucket.names)} gradients to {bucket.names[-1]}, "
                 f"{bucket.collective} on lane {bucket.lane})"
             )
-            sizes, family = [numels[name] for name in bucket.names], collectives.family(bucket.collective)
-            self._routes.append((bucket, sizes, family, lanes[bucket.lane], label))
+            collectives.family(bucket.collective)  # raises if there is none
+            self._routes.append((bucket, [numels[name] for name in bucket.names], lanes[bucket.lane], label))
 
     def launch(self, index: int, buffer: torch.Tensor, behind: Behind | None = None) -> Future[torch.Tensor]:
         """Start the exchange of bucket ``index``, whose gradients are in ``buffer``; the future holds the average.
@@ -64,19 +63,16 @@ class BucketLauncher:
         """
         if index == 0 and self._before_first is not None:
             self._before_first()
-        bucket, numels, family, lane, label = self._routes[index]
-        divisor: float = self.divisor() if self.divisor is not None else self._world_size
-        two_level = self._collectives.two_level(bucket, buffer, numels, lane.nodes, divisor)
-        sent, group = buffer, lane.group
-        if two_level is not None:
-            sent, group, divisor = two_level.share, two_level.group, two_level.divisor
-        steps = family.steps(bucket, sent, group, divisor)
-        if self.errors.due(index):
-            steps = self.errors.sampled(steps, index, sent, group, divisor)
-        *stages, last = (steps,) if two_level is None else two_level.stages(steps)
+        bucket, numels, lane, label = self._routes[index]
+        divisor = self.divisor() if self.divisor is not None else self._world_size
+
+        def sampled(steps: Steps, sent: torch.Tensor, group: Group, divisor: float) -> Steps:
+            return self.errors.sampled(steps, index, sent, group, divisor) if self.errors.due(index) else steps
+
+        *stages, last = self._collectives.stages(bucket, buffer, numels, lane, divisor, sampled)
         if behind is not None:
             last = chain(last, behind(lane.group))
-        computes = two_level is not None or not is_dense(bucket.collective)
+        computes = bucket.collective != DENSE
         return lane.submit(Message((*stages, last), buffer, label, self._mark_bucket(index), computes))
 
     def close(self) -> None:

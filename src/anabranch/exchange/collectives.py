@@ -1,14 +1,14 @@
 """Collectives: all exchanges that the buckets of one model can name, and what they keep between steps."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from types import MappingProxyType
 
 import torch
 
 from anabranch.exchange.communicator import Communicators
 from anabranch.exchange.dense import dense_traffic
-from anabranch.exchange.interface import ExchangeFamily, Traffic
-from anabranch.exchange.lanes import NodeGroups
+from anabranch.exchange.interface import ExchangeFamily, Group, Steps, Traffic
+from anabranch.exchange.lanes import Lane
 from anabranch.exchange.quantised.exchange import sent_dense
 from anabranch.exchange.residuals.store import Residuals
 from anabranch.exchange.two_level import Share, TwoLevelExchange
@@ -17,6 +17,7 @@ from anabranch.values.kinds.names import BF16, between_nodes, is_dense, is_two_l
 from anabranch.values.nodes import Nodes
 from anabranch.values.plan import Bucket
 
+Around = Callable[[Steps, torch.Tensor, Group, float], Steps]  # of steps that average a tensor, its group and divisor
 NOTHING: Mapping[str, Collection[str]] = MappingProxyType({})
 
 
@@ -69,15 +70,27 @@ class Collectives:
         kind = between_nodes(kind)
         return any(family.supports(kind, dtype) for family in self._families if family.handles(kind))
 
-    def two_level(
-        self, bucket: Bucket, buffer: torch.Tensor, numels: Sequence[int], groups: NodeGroups | None, divisor: float
-    ) -> TwoLevelExchange | None:
-        """The two-level exchange of a bucket of parameters of these sizes; None if its kind is flat."""
+    def stages(
+        self,
+        bucket: Bucket,
+        buffer: torch.Tensor,
+        numels: Sequence[int],
+        lane: Lane,
+        divisor: float,
+        around: Around = lambda steps, *_: steps,
+    ) -> Sequence[Steps]:
+        """The exchange of a bucket of parameters of these sizes, for a message on this lane: one stage, or three.
+
+        ``around``: what becomes of the steps between all ranks, or between nodes.
+        """
+        family = self.family(bucket.collective)
         if not is_two_level(bucket.collective):
-            return None
-        assert groups is not None  # of the lane: it has them before it has such a bucket
+            return [around(family.steps(bucket, buffer, lane.group, divisor), buffer, lane.group, divisor)]
+        assert lane.nodes is not None  # before it has such a bucket
         exact = _is_exact(bucket.collective, buffer.dtype)
-        return TwoLevelExchange(buffer, numels, self._share, groups, self._comms, divisor, exact)
+        exchange = TwoLevelExchange(buffer, numels, self._share, lane.nodes, self._comms, divisor, exact)
+        sent = exchange.share, exchange.group, exchange.divisor
+        return exchange.stages(around(family.steps(bucket, *sent), *sent))
 
     def traffic(self, bucket: Bucket, numel: int, dtype: torch.dtype, ranks: int) -> Traffic | None:
         """Bytes of the last exchange of this bucket, computed without waiting for a device; None if unknown."""
