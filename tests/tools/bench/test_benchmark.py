@@ -183,6 +183,17 @@ def test_all_contestants_average_the_same_gradients_and_leave_no_hooks(found: li
             assert second[name] == pytest.approx(sums, rel=1e-6), name
 
 
+def test_every_data_parallel_can_also_race_flat() -> None:
+    found = benchmark.Settings(compress=["int8"], flat=True).parallels
+    assert {name: (one.compress, one.nodes) for name, one in found.items()} == {
+        AUTO: (None, "auto"),
+        f"{AUTO}, int8": ("int8", "auto"),
+        f"{AUTO}, flat": (None, False),
+        f"{AUTO}, int8, flat": ("int8", False),
+    }
+    assert list(benchmark.Settings().parallels) == [AUTO]
+
+
 def both_searched(rank: int) -> list[int]:
     return [searched(25), searched(None)]
 

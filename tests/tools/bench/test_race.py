@@ -1,5 +1,6 @@
 """The race: everyone runs equally often, warmed up, in a fair order."""
 
+import os
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,7 +14,7 @@ import torch
 
 from anabranch.tools.bench import race as races
 from anabranch.tools.bench.contestants import Contestant
-from anabranch.tools.bench.race import Turn, card_nbytes, cards_count_all, race
+from anabranch.tools.bench.race import Turn, card_nbytes, cards_count_all, race, ranks_per_host
 from anabranch.tools.report.documents import BASELINE
 from ranks import on_ranks
 
@@ -44,7 +45,7 @@ def slowest(rank: int) -> list[float]:
     return [turn.seconds for turn in race([Contestant("a", enter, warmup=0)], 1, 2, 0, torch.device("cpu"))]
 
 
-def sending(rank: int, folder: str) -> list[float]:
+def passing(rank: int, folder: str) -> list[float]:
     """Rank 1's card sends 600 bytes a step and receives 100; rank 0's receives 200."""
     races.COUNTERS = Path(folder, str(rank))
     steps = 0
@@ -63,8 +64,17 @@ def sending(rank: int, folder: str) -> list[float]:
     return [turn.card_nbytes for turn in race([Contestant("a", enter, warmup=0)], 1, 3, 0, torch.device("cpu"))]
 
 
+def sizes() -> list[int]:
+    """Ranks per host, of two ranks, by what the launcher says."""
+    found = []
+    for said in ("2", "1", "", "3", "0"):
+        os.environ["LOCAL_WORLD_SIZE"] = said
+        found.append(ranks_per_host())
+    return found
+
+
 def scenarios(rank: int, folder: str) -> dict[str, Any]:
-    return {"turns": turns_and_order(), "slowest": slowest(rank), "sent": sending(rank, folder)}
+    return {"turns": turns_and_order(), "slowest": slowest(rank), "passed": passing(rank, folder), "sizes": sizes()}
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +98,11 @@ def test_a_turn_takes_what_the_slowest_rank_took_and_cards_pass_their_mean(
 ) -> None:
     (first,), (second,) = (one["slowest"] for one in found)
     assert first == second >= 0.05
-    assert [one["sent"] for one in found] == [[400.0], [400.0]]
+    assert [one["passed"] for one in found] == [[400.0], [400.0]]
+
+
+def test_hosts_have_as_many_ranks_as_the_launcher_says(found: list[dict[str, Any]]) -> None:
+    assert [one["sizes"] for one in found] == [[2, 1, 1, 1, 1]] * 2
 
 
 def test_cards_are_believed_if_they_saw_ddp_send_its_gradients() -> None:

@@ -7,6 +7,7 @@ from rich.console import Console
 
 from anabranch.tools.report.benchmark import (
     benchmark_report,
+    benchmark_table,
     closing_lines,
     markdown,
 )
@@ -117,6 +118,12 @@ def test_what_passed_a_card_is_shown_where_it_is_known() -> None:
     assert next(line for line in lines if line.startswith("| DDP")).endswith("| 78.21 | 1.000 |")
     assert "network card in a step" in shown(counted)
     assert figures(counted)["rows"][1]["card_nbytes"] == 4.5e6
+
+
+def test_the_head_line_says_how_many_ranks_hosts_have() -> None:
+    assert ", 4 ranks, " in benchmark_table(example()).title
+    assert ", 2 hosts × 2 ranks, " in benchmark_table(example(ranks_per_host=2)).title
+    assert ", 1 host × 4 ranks, " in benchmark_table(example(ranks_per_host=4)).title
 
 
 def test_a_benchmark_has_ddp_and_as_many_turns_for_all() -> None:
