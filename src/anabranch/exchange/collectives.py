@@ -11,7 +11,8 @@ from anabranch.exchange.interface import ExchangeFamily, Group, Steps, Traffic
 from anabranch.exchange.lanes import Lane
 from anabranch.exchange.quantised.exchange import sent_dense
 from anabranch.exchange.residuals.store import Residuals
-from anabranch.exchange.two_level import Share, TwoLevelExchange
+from anabranch.exchange.shares import WHOLE, Share
+from anabranch.exchange.two_level import TwoLevelExchange
 from anabranch.exchange.two_level import supports as supports_two_levels
 from anabranch.values.kinds.names import BF16, between_nodes, is_dense, is_two_level
 from anabranch.values.nodes import Nodes
@@ -45,15 +46,15 @@ class Collectives:
         self.excluded = {kind: frozenset(names) for kind, names in excluded.items()}
         self.mixes = mixes
         self.nodes: Nodes | None = None
-        self._share = Share(1, 0)
+        self._share = WHOLE
         self._comms = Communicators()  # inside nodes
 
     def use_nodes(self, nodes: Nodes | None, rank: int) -> None:
         """Exchanges may have two levels from now on, if there are nodes; before the first exchange. ``rank``: own."""
         self.nodes = nodes
         if nodes is not None:
-            self._share = Share.of(nodes, rank)
-            self.residuals.use_share(self._share)
+            self._share = Share.on(nodes, rank)
+            self.residuals.use_nodes(nodes)
 
     def family(self, kind: str) -> ExchangeFamily:
         """The family to which this kind belongs; ValueError if there is none."""
@@ -97,7 +98,7 @@ class Collectives:
         family = self.family(bucket.collective)
         if not is_two_level(bucket.collective):
             return family.traffic(bucket, numel, dtype, ranks)
-        places = self._share.places
+        places = self._share.parts
         inside = dense_traffic(numel, dtype, places)
         share_dtype = dtype if _is_exact(bucket.collective, dtype) else torch.float32
         between = family.traffic(bucket, -(-numel // places), share_dtype, ranks // places)

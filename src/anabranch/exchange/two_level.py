@@ -21,31 +21,10 @@ import torch
 from anabranch.exchange.communicator import Communicator, Communicators
 from anabranch.exchange.interface import DTYPES, Collective, Group, Steps, record_stream
 from anabranch.exchange.lanes import NodeGroups
+from anabranch.exchange.shares import Share
 from anabranch.values.kinds.names import two_level
-from anabranch.values.nodes import Nodes
 
 SCATTER, GATHER = INSIDE = ("scatter", "gather")  # the stages inside a node, as measurements name them
-
-
-class Share(NamedTuple):
-    """How buckets are divided on nodes of ``places`` ranks; this rank's share is number ``place``."""
-
-    places: int
-    place: int
-
-    @classmethod
-    def of(cls, nodes: Nodes, rank: int) -> "Share":
-        """That of this rank."""
-        return cls(nodes.per_node, nodes.place_of(rank))
-
-    def bounds(self, numel: int, place: int | None = None) -> tuple[int, int]:
-        """The first and the last-plus-one element of a parameter's slice; of this rank's, if no place is given."""
-        place = self.place if place is None else place
-        return place * numel // self.places, (place + 1) * numel // self.places
-
-    def numel(self, numels: Sequence[int], place: int | None = None) -> int:
-        """Elements of a share of a bucket of parameters of these sizes."""
-        return sum(high - low for low, high in (self.bounds(numel, place) for numel in numels))
 
 
 class Division(NamedTuple):
@@ -81,8 +60,7 @@ class Division(NamedTuple):
 @cache
 def division(places: int, numels: tuple[int, ...]) -> Division:
     """The division of a bucket of parameters of these sizes."""
-    share = Share(places, 0)
-    sizes = [[high - low for low, high in (share.bounds(n, place) for n in numels)] for place in range(places)]
+    sizes = [[len(Share(places, place).of(numel)) for numel in numels] for place in range(places)]
     by_parameter = tuple(sizes[place][p] for p in range(len(numels)) for place in range(places))
     return Division(by_parameter, tuple(size for row in sizes for size in row), tuple(map(sum, sizes)))
 
@@ -144,14 +122,14 @@ class TwoLevelExchange:
     ) -> None:
         self.group = groups.between
         self._buffer = buffer.view(-1)
-        self._division = division(own.places, tuple(numels))
+        self._division = division(own.parts, tuple(numels))
         self._scattered, self._gathered = comms[groups.scatter], comms[groups.gather]
         self._wide = torch.float64 if buffer.dtype == torch.float64 else torch.float32
         # Exact sums are divided before they are rounded: one of 16-bit numbers may not fit into 16 bits.
         self._divides_first, self._divisor = exact, divisor
         self.divisor = 1.0 if exact else divisor
         dtype = buffer.dtype if exact else self._wide
-        self.share = torch.empty(self._division.shares[own.place], dtype=dtype, device=buffer.device)
+        self.share = torch.empty(self._division.shares[own.number], dtype=dtype, device=buffer.device)
 
     def stages(self, between: Steps) -> tuple[Steps, Steps, Steps]:
         """All stages, with this exchange between nodes."""
