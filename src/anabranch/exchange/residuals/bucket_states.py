@@ -298,6 +298,12 @@ class BucketStates:
         self.flushing[name] = replace(flushed, values=flushed.values - own.to(flushed.values.device))
         self.unbucketed[name] = replace(flushed, values=own)
 
+    def mark_sent(self, name: str, where: torch.Tensor) -> None:
+        """Of a flushed residual these elements, of all of its parameter, were sent; ``end_flush`` keeps the others."""
+        flushed = self.flushing[name]
+        values = flushed.values.masked_fill(flushed.room_in(where).to(flushed.values.device), 0.0)
+        self.flushing[name] = replace(flushed, values=values)
+
     def end_flush(self, sent: Collection[str]) -> None:
         """The flushed residuals of these parameters were sent; those of the others become residuals again."""
         flushed, self.flushing = self.flushing, {}

@@ -6,7 +6,6 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.autograd import Variable
 from torch.utils.hooks import RemovableHandle
 
@@ -63,7 +62,7 @@ class Residuals:
         self._parameters = parameters
         self._numels = {name: parameter.numel() for name, parameter in {**parameters, **frozen}.items()}
         self.device = next(iter(parameters.values())).device if parameters else torch.device("cpu")
-        rank, ranks = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
+        rank, ranks = (0, 1) if group is None else (group.rank(), group.size())
         self._states = BucketStates(rank, ranks, self.device, form, nodes)
         self._flush = ResidualFlush(self._states, parameters, averaged, applied)
         self._exchanged: list[tuple[BucketState, torch.Tensor]] = []  # in this step: states and averages
@@ -219,7 +218,8 @@ class ResidualFlush:
 
     averaged   whether the backward pass that ends was averaged
     applied    where parameters are updated inside backward: which of the given parameters were. Elsewhere a gradient
-               counts as applied if all averages are finite.
+               counts as applied if all averages are finite. What was flushed to a bucket with a residual counts as sent
+               if its own averages are finite: what these lack is in the residual, with all that came with it.
     """
 
     def __init__(
@@ -233,8 +233,7 @@ class ResidualFlush:
         self._states = states
         self._parameters = parameters
         self._averaged = averaged
-        # Without ``applied`` all or none: an optimizer's step is skipped as a whole if any gradient is not finite.
-        self._applied = applied or (lambda names: names if _gradients_finite(parameters) else ())
+        self._applied = applied or self._applied_by_optimizer
         self._handles: list[RemovableHandle] = []
 
     def send_all_but(self, kept: Mapping[str, range]) -> None:
@@ -284,6 +283,19 @@ class ResidualFlush:
             return
         self._states.end_flush(self._applied(self._states.flushing))
         self.send_all_but(self.kept)
+
+    def _applied_by_optimizer(self, names: Collection[str]) -> Collection[str]:
+        """All or none, since the optimizer's step is skipped as a whole if any gradient is not finite."""
+        if _gradients_finite(self._parameters):
+            return names
+        bucketed = {name for state in self._states.buckets() for name in state.names}
+        for name in bucketed.intersection(names):
+            parameter = self._parameters[name]
+            if parameter.grad is not None:
+                finite = torch.empty(parameter.numel(), dtype=torch.bool, device=parameter.device)
+                shaped(finite, parameter).copy_(parameter.grad.isfinite())
+                self._states.mark_sent(name, finite)
+        return ()
 
 
 def _gradients_finite(parameters: Mapping[str, torch.Tensor]) -> bool:
