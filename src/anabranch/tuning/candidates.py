@@ -51,7 +51,9 @@ class _CandidatePlanner:
         dense = self._and_on_lanes(plain, DENSE)
         if self._on_nodes(DENSE) and given == "optimal":
             exact = planners.optimal(self.trace, self.network, collective=two_level(DENSE))
-            dense = self._soonest_first([*dense, (f"{name}, {two_level(DENSE)}", exact)])
+            exact = self._with_dense(exact, two_level(DENSE))
+            if any(is_two_level(bucket.collective) for bucket in exact.buckets):
+                dense = self._soonest_first([*dense, (f"{name}, {two_level(DENSE)}", exact)])
         return [*self._compressed(plain), *dense]
 
     def _on_nodes(self, kind: str) -> bool:
@@ -130,7 +132,7 @@ class _CandidatePlanner:
         return Plan(tuple(b if names.isdisjoint(b.names) else replace(b, collective=DENSE) for b in plan.buckets))
 
     def _excluded(self, kind: str) -> frozenset[str]:
-        return self.options.excluded.get(between_nodes(kind), frozenset())
+        return self.options.excluded.get(kind, frozenset())
 
     def _predicted_s(self, plan: Plan) -> float:
         return predicted_s(self.trace, plan, self.network)
