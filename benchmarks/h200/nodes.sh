@@ -6,7 +6,7 @@
 set -u
 export PYTHONPATH=src:carry/site:. PYTHONUNBUFFERED=1
 OUT=${OUT:-/tmp/out}; mkdir -p "$OUT"
-PY=${PY:-python3}; HOSTS=${HOSTS:-2}; RANKS=${RANKS:-4}; RATE=${RATE:-10gbit}; LAB=${LAB:---backend nccl --inside memory}
+PY=${PY:-python3}; HOSTS=${HOSTS:-2}; RANKS=${RANKS:-4}; RATE=${RATE:-10gbit}; LAB=${LAB---backend nccl --inside memory}
 kinds=(); for kind in ${KINDS:-int8}; do kinds+=(--compress "$kind"); done
 [ $# -eq 0 ] && set -- resnet50:32 llama-134m:4
 for model in "$@"; do

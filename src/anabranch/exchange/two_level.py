@@ -141,7 +141,9 @@ class TwoLevelExchange:
         one_parameter = len(self._division.by_parameter) == len(shares)  # its slices are in the order of places
         sent = self._buffer if one_parameter else self._division.to_places(self._buffer)
         received = sent.new_empty(len(shares), own)
-        yield self._scattered.all_to_all(received.view(-1), sent, "scatter", [own] * len(shares), shares)
+        counts = None if len(set(shares)) == 1 else shares  # equal parts may travel by a faster way
+        outputs = None if counts is None else [own] * len(shares)
+        yield self._scattered.all_to_all(received.view(-1), sent, SCATTER, outputs, counts)
         total = received.sum(0, dtype=self._wide)
         self.share.copy_(total.div_(self._divisor) if self._divides_first else total)
 
@@ -151,5 +153,5 @@ class TwoLevelExchange:
         part = self._buffer.new_empty(1, longest)
         part[0, : len(self.share)] = self.share
         gathered = self._buffer.new_empty(len(shares), longest)
-        yield self._gathered.all_gather(gathered, part, "gather")
+        yield self._gathered.all_gather(gathered, part, GATHER)
         self._division.to_parameters(gathered, self._buffer)
