@@ -15,7 +15,7 @@ from parallel.models import Branches, WithBfloat16, WithDouble
 from parallel.test_join import epoch
 from parallel.test_process_groups import PythonGroup
 from parallel.twins import (
-    SCENARIOS,
+    SHORT,
     Feature,
     Model,
     batch,
@@ -27,7 +27,6 @@ from parallel.twins import (
     run,
     scatter,
     sgd,
-    stage_of,
     state,
     steps,
     twins,
@@ -198,8 +197,7 @@ def believed(rank: int) -> dict[str, Any]:
     line = ab.Curve.linear
     curves = {"dense": line(1e-4, 1e-6), "dense@nodes": line(1e-6, 1e-9)}
     network = Network(RANKS, curves)
-    policy = SCENARIOS["keeps the plan"]
-    ours = {"planner": "optimal", "network": network, "nodes": 2, "policy": policy}
+    ours = {"planner": "optimal", "network": network, "nodes": 2, "policy": SHORT}
     theirs, model = twins(Feature(Phases, ours=ours), "keeps the plan")
     optimizers = [torch.optim.SGD(one.parameters(), lr=0.05) for one in (theirs, model)]
     apart = []
@@ -208,7 +206,7 @@ def believed(rank: int) -> dict[str, Any]:
             plain_train(one, optimizer, step)
         apart += [f"step {step}: {what}" for what in different(theirs, model, 1e-5)]
     kinds = {} if model.plan is None else {name: b.collective for b in model.plan.buckets for name in b.names}
-    answer = {"apart": apart[:5], "kinds": kinds, "stage": stage_of(model)}
+    answer = {"apart": apart[:5], "kinds": kinds, "explained": model.explain()}
     model.close()
     return answer
 
@@ -289,7 +287,8 @@ def test_a_search_finds_two_levels_and_leaves_out_what_they_cannot_add() -> None
     for answer in on_ranks(believed, RANKS):
         assert answer["apart"] == []
         assert answer["kinds"].pop("turn") == "dense"
-        assert set(answer["kinds"].values()) == {"dense@nodes"}, answer
+        assert set(answer["kinds"].values()) == {"dense@nodes"}, answer["explained"]
+        assert answer["explained"].startswith("anabranch: running optimal, dense@nodes.")
 
 
 def test_groups_in_python_stay_ddps() -> None:
