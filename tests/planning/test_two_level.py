@@ -58,7 +58,8 @@ def test_whole_numbers_with_many_ties(seed: int) -> None:
     for _ in range(50):
         ready = list(accumulate(rng.choice([0, 0, 1, 2, 5]) for _ in range(rng.randint(1, 9))))
         trace = trace_of([TensorSpec(str(i), rng.randint(0, 6), 1, float(r)) for i, r in enumerate(ready)], 0.0)
-        check(trace, of_nodes(*(whole_curve(rng) for _ in range(3)), delay_s=float(rng.choice([0, 0, 0, 1, 2]))))
+        between, scatter, gather = (whole_curve(rng) for _ in range(3))
+        check(trace, of_nodes(between, scatter, gather, float(rng.choice([0, 0, 0, 1, 2]))))
 
 
 @settings(max_examples=200, deadline=None)
@@ -94,7 +95,8 @@ def test_several_lanes_are_near_all_cuts_on_all_lanes() -> None:
         ready = list(accumulate(rng.random() * rng.choice([0.1, 1.0, 4.0]) for _ in range(rng.randint(3, 5))))
         trace = trace_of([TensorSpec(str(i), rng.randint(1, 40), 4, r) for i, r in enumerate(ready)], 1.0)
         line = Curve.linear(rng.choice([0.1, 1.0, 3.0]), rng.choice([0.005, 0.02, 0.1]))
-        network = of_nodes(line, *(line.scaled(rng.choice([0.1, 0.5, 1.5]), 0.0) for _ in range(2)))
+        scatter, gather = (line.scaled(rng.choice([0.1, 0.5, 1.5]), 0.0) for _ in range(2))
+        network = of_nodes(line, scatter, gather)
         plans = [
             replace(plan, buckets=tuple(replace(b, lane=n) for b, n in zip(plan.buckets, lanes, strict=True)))
             for plan in all_plans(trace)
