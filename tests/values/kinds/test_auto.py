@@ -82,4 +82,5 @@ def test_plans_that_send_less_occupy_fewer_multiprocessors() -> None:
 def test_what_each_kind_must_not_carry() -> None:
     excluded = made(Auto(kinds=["bf16", "int8", "oktopk:0.01"])).excluded
     # bf16 would send float16 dense
-    assert excluded == {"bf16": {"half"}, "int8": frozenset(), "oktopk:0.01": {"bias"}}
+    flat = {"bf16": {"half"}, "int8": set(), "oktopk:0.01": {"bias"}}
+    assert excluded == {**flat, **{f"{kind}@nodes": names for kind, names in flat.items()}}
