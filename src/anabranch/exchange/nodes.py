@@ -33,6 +33,7 @@ class FoundNodes(NamedTuple):
 
 
 UNKNOWN = FoundNodes(None, "nodes were not looked for")
+ALONE = FoundNodes(None, "there is one rank")
 
 
 def check_given(nodes: object) -> None:
@@ -50,6 +51,8 @@ def find_nodes(given: GivenNodes, group: Group) -> FoundNodes:
     ranks = dist.get_world_size(group)
     if given is False:
         return FoundNodes(None, "nodes=False")
+    if ranks == 1:  # where a program is tried out: a number may be that of a larger world
+        return ALONE
     if given != "auto":
         if ranks % given:
             raise ValueError(f"nodes is {given}, and these are {ranks} ranks: expected a number that divides them")

@@ -4,6 +4,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
+from operator import itemgetter
 from threading import Thread
 
 import torch.distributed as dist
@@ -51,7 +52,9 @@ class _CandidatePlanner:
         dense = self._and_on_lanes(plain, DENSE)
         if self._on_nodes(DENSE) and given == "optimal":
             exact = planners.optimal(self.trace, self.network, collective=two_level(DENSE))
-            dense = self._soonest_first([*dense, (f"{name}, {two_level(DENSE)}", exact)])
+            exact = self._with_dense(exact, two_level(DENSE))
+            if any(is_two_level(bucket.collective) for bucket in exact.buckets):
+                dense = self._soonest_first(dense, [(f"{name}, {two_level(DENSE)}", exact)])
         return [*self._compressed(plain), *dense]
 
     def _on_nodes(self, kind: str) -> bool:
@@ -62,8 +65,10 @@ class _CandidatePlanner:
         """These kinds, and those of them on two levels that a plan may have."""
         return [*kinds, *(two_level(kind) for kind in kinds if self._on_nodes(kind))]
 
-    def _soonest_first(self, plans: Candidates) -> Candidates:
-        return sorted(plans, key=lambda found: self._predicted_s(found[1]))
+    def _soonest_first(self, *ways: Candidates) -> Candidates:
+        """All plans; first those of the way that has the soonest one."""
+        ends_s = [min((self._predicted_s(plan) for _, plan in way), default=0.0) for way in ways]
+        return [found for _, way in sorted(zip(ends_s, ways, strict=True), key=itemgetter(0)) for found in way]
 
     def _and_on_lanes(self, one_lane: tuple[str, Plan], kind: str) -> Candidates:
         """This plan of one kind, and one on several lanes if that is predicted to gain enough."""
@@ -100,8 +105,7 @@ class _CandidatePlanner:
         if kind in EVERY_ELEMENT and options.planner != "optimal":  # other planners do not know what it costs
             rounded = f"{plain[0]}, {kind}", self._with_dense(planners.using(plain[1], kind), kind)
             return _with_compressed(self._and_on_lanes(rounded, kind))
-        plans = [found for one in self._with_levels([kind]) for found in self._of_one_kind(one)]
-        return self._soonest_first(_with_compressed(plans))
+        return self._soonest_first(*(_with_compressed(self._of_one_kind(one)) for one in self._with_levels([kind])))
 
     def _of_one_kind(self, kind: str) -> Candidates:
         """The planned buckets of one compressed kind, with those dense that must not use it."""
@@ -130,7 +134,7 @@ class _CandidatePlanner:
         return Plan(tuple(b if names.isdisjoint(b.names) else replace(b, collective=DENSE) for b in plan.buckets))
 
     def _excluded(self, kind: str) -> frozenset[str]:
-        return self.options.excluded.get(between_nodes(kind), frozenset())
+        return self.options.excluded.get(kind, frozenset())
 
     def _predicted_s(self, plan: Plan) -> float:
         return predicted_s(self.trace, plan, self.network)

@@ -13,10 +13,11 @@ from torch import nn
 from anabranch.exchange.agreement import agree_on, check_same, from_rank_0, same_on_all_ranks
 from anabranch.exchange.collectives import Collectives
 from anabranch.exchange.interface import Group
-from anabranch.exchange.nodes import UNKNOWN, FoundNodes, GivenNodes, check_given, find_nodes
+from anabranch.exchange.nodes import ALONE, UNKNOWN, FoundNodes, GivenNodes, check_given, find_nodes
 from anabranch.planning import PLANNERS
 from anabranch.values.errors import FileError, NetworkError, PlanError
 from anabranch.values.files import load_as
+from anabranch.values.kinds.names import between_nodes, is_two_level
 from anabranch.values.network import Network
 from anabranch.values.plan import MAX_LANES, Plan
 from anabranch.values.trace import Trace
@@ -223,7 +224,15 @@ class TuningOptions:
                 dtypes = {parameters[name].dtype for name in bucket.names}
                 if len(dtypes) > 1:
                     raise PlanError(f"the bucket of {bucket.names[0]} mixes {', '.join(map(str, dtypes))}: split it")
-                if not collectives.supports(bucket.collective, *dtypes):
+                kind = bucket.collective
+                if is_two_level(kind) and self.found_nodes in (UNKNOWN, ALONE):  # not yet known; or nothing is sent
+                    kind = between_nodes(kind)
+                elif is_two_level(kind) and collectives.nodes is None:
+                    raise PlanError(
+                        f"the plan sends {bucket.names[0]} by {kind!r}, which sums inside nodes, and exchanges are "
+                        f"flat here: {self.found_nodes.why}"
+                    )
+                if not collectives.supports(kind, *dtypes):
                     known = ", ".join(dict.fromkeys(("dense", "bf16", "int8", *self.kinds)))
                     raise PlanError(
                         f"the plan sends {bucket.names[0]} ({', '.join(map(str, dtypes))}) by {bucket.collective!r}: "

@@ -27,7 +27,7 @@ from anabranch.tuning.options import TuningOptions
 from anabranch.tuning.trial import Trial
 from anabranch.values.errors import PlanError
 from anabranch.values.files import dumps, plain
-from anabranch.values.kinds.names import DENSE, between_nodes, two_level
+from anabranch.values.kinds.names import DENSE, two_level
 from anabranch.values.network import Network
 from anabranch.values.trace import Trace
 from anabranch.values.version import __version__
@@ -160,9 +160,7 @@ class TrainingCache:
         for bucket in choice.plan.buckets:
             if bucket.collective not in allowed:
                 raise PlanError(f"its plan sends gradients by {bucket.collective}, which this training did not ask for")
-            if wrong := sorted(
-                options.excluded.get(between_nodes(bucket.collective), frozenset()).intersection(bucket.names)
-            ):
+            if wrong := sorted(options.excluded.get(bucket.collective, frozenset()).intersection(bucket.names)):
                 raise PlanError(f"its plan sends {wrong[0]} by {bucket.collective}, which must not be used for it")
 
 
