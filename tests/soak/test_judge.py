@@ -92,8 +92,11 @@ def test_gloos_own_words_say_too_little_under_a_plan(words: str) -> None:
     assert verdict.outcome == "unnamed traceback" and "rank 0 raised Gloo's own" in verdict.why
     verdict = judge(KILLED, [with_words(""), VICTIMS, survivor("a")])
     assert verdict.outcome == "clear error" and verdict.raw == ("x.py:1",), "as under DDP"
-    error = {"kind": "RuntimeError", "words": words, "trace": "distributed.py:1775 in _pre_forward", "in_force": "a"}
-    assert nameless(error) == "", "DDP's own message"
+    error = {"kind": "RuntimeError", "words": words, "in_force": "under a plan"}
+    forward, backward = "distributed.py:1775 in _pre_forward", "graph.py:979 in _engine_run_backward"
+    assert nameless({**error, "trace": forward, "ddp_sends_in_backward": False}) == "", "DDP's own message"
+    assert nameless({**error, "trace": backward, "ddp_sends_in_backward": True}) == "", "DDP's own message"
+    assert nameless({**error, "trace": backward, "ddp_sends_in_backward": False}).startswith("raised Gloo's own")
 
 
 def test_our_words_are_enough() -> None:
