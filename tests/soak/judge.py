@@ -26,7 +26,7 @@ BARE = {
 # How errors of Gloo and of torch's stores begin: with a place of their source, or with such words.
 RAW = re.compile(
     r"\[[^\]\s]*(gloo|\.(cc|cpp|hpp|h):\d+)[^\]]*\]|Gloo \w+ failed|Connection (closed|reset|refused)|Broken pipe"
-    r"|(Socket |wait )?time(d )?out|Rank \d+ (failed|successfully)|failed to (recv|send|connect)",
+    r"|(Socket |wait |Application )?time(d )?out|Rank \d+ (failed|successfully)|failed to (recv|send|connect)",
     re.IGNORECASE,
 )
 # Where errors of messages that DDP itself sends are raised: in a forward those of buffers and of the order of its own

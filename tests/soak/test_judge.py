@@ -75,6 +75,7 @@ GLOOS_OWN = (
     "Socket Timeout",
     "[../torch/csrc/distributed/c10d/socket.cpp:1] The client socket has timed out",
     "Connection reset by peer",
+    "Application timeout caused pair closure",
 )
 OURS = (
     "bucket 3 did not get through: [/gloo/transport/tcp/pair.cc:534] Connection closed by peer; look for the first",
