@@ -22,8 +22,8 @@ from gpu import ON_GPU
 pytestmark = ON_GPU
 DEADLINE_S = 150.0
 STEPS = 6
-# The largest difference of an average from DDP's, relative to the largest average.
-KINDS = {"dense": 1e-5, "bf16": 0.02, "int8": 0.02, "int4": 0.4, "oktopk:0.2": 1.0}
+# The largest difference of an average from DDP's, relative to the largest average; Ok-Topk sends sums of several steps.
+KINDS = {"dense": 1e-5, "bf16": 0.02, "int8": 0.02, "int4": 0.4, "oktopk:0.2": 9.0}
 
 
 def test_two_levels_on_two_hosts() -> None:

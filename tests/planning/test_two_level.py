@@ -58,7 +58,8 @@ def test_whole_numbers_with_many_ties(seed: int) -> None:
     for _ in range(50):
         ready = list(accumulate(rng.choice([0, 0, 1, 2, 5]) for _ in range(rng.randint(1, 9))))
         trace = trace_of([TensorSpec(str(i), rng.randint(0, 6), 1, float(r)) for i, r in enumerate(ready)], 0.0)
-        check(trace, of_nodes(whole_curve(rng), whole_curve(rng), whole_curve(rng), float(rng.choice([0, 0, 0, 1, 2]))))
+        between, scatter, gather = (whole_curve(rng) for _ in range(3))
+        check(trace, of_nodes(between, scatter, gather, float(rng.choice([0, 0, 0, 1, 2]))))
 
 
 @settings(max_examples=200, deadline=None)
