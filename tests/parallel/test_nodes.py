@@ -11,6 +11,7 @@ from torch import nn
 import anabranch as ab
 from anabranch import Bucket, DataParallel, Network, Plan
 from anabranch.values.network import InsideNodes
+from parallel.given_gradients import COLUMNS, ROWS, GivenGradients, computed, matrices_by, one_step
 from parallel.models import Branches, WithBfloat16, WithDouble
 from parallel.test_join import epoch
 from parallel.test_process_groups import PythonGroup
@@ -114,6 +115,40 @@ def mixed_kinds(rank: int) -> dict[str, Any]:
     answer["tracks"] = {track: tracks.count(track) for track in tracks}
     ours.close()
     return answer
+
+
+RESIDUAL_KINDS = ("int4", "oktopk:0.1")
+GIVEN_STEPS = 8
+
+
+def with_residuals(rank: int, kind: str, cut: int | None) -> dict[str, torch.Tensor]:
+    """Given gradients on two levels, in a run that resumes after ``cut`` steps: all that was applied, and is kept."""
+
+    def fresh() -> tuple[GivenGradients, DataParallel]:
+        model = GivenGradients()
+        compress = ab.OkTopk(0.1, deterministic=True) if kind.startswith("oktopk") else kind
+        options = {"plan": matrices_by(f"{kind}@nodes"), "nodes": 2, "compress": compress}
+        return model, DataParallel(model, profile_steps=0, **options)  # type: ignore[arg-type]
+
+    model, parallel = fresh()
+    applied = torch.zeros(2, ROWS, COLUMNS)
+    for step in range(GIVEN_STEPS):
+        if step == cut:
+            state = parallel.comm_state_dict()
+            parallel.close()
+            model, parallel = fresh()
+            parallel.load_comm_state_dict(state)
+        applied += one_step(model, parallel, step, rank)
+    state = parallel.comm_state_dict()
+    kept = torch.zeros(2, ROWS * COLUMNS)
+    for index, name in enumerate(("first", "second")):
+        if name in state["residuals"]:
+            low, numel = state["slices"]["residuals"][name]
+            piece = state["residuals"][name]
+            assert numel == ROWS * COLUMNS and len(piece) <= -(-numel // 2), "residuals belong to a share"
+            kept[index, low : low + len(piece)] = piece
+    parallel.close()
+    return {"applied": applied, "kept": kept.view_as(applied)}
 
 
 def to_and_fro(rank: int) -> list[str]:
@@ -228,6 +263,7 @@ class Phases(nn.Module):
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
     cases: dict[str, tuple[Any, ...]] = {name: (as_ddp, name) for name in FEATURES}
     cases |= {"mixed": (mixed_kinds,), "to and fro": (to_and_fro,), "joined": (joined,), "flat": (flat,)}
+    cases |= {f"{kind} {cut}": (with_residuals, kind, cut) for kind in RESIDUAL_KINDS for cut in (None, 5)}
     cases |= {"refused": (refused, str(tmp_path_factory.mktemp("plans")))}
     return cases_on_ranks(cases, RANKS, timeout_s=120.0)
 
@@ -251,6 +287,19 @@ def test_kinds_may_be_mixed(found: dict[str, list[Any]]) -> None:
         assert answer["tracks"] == {"lane 0": 5, "inside 0": 2 * 3}
         assert "4 of 5 buckets are compressed or sum inside nodes" in answer["explained"]
         assert "Summed inside nodes first, they take 0.02 ms there, and 0.01 ms between nodes." in answer["explained"]
+
+
+@pytest.mark.parametrize("kind", RESIDUAL_KINDS)
+def test_nothing_is_lost_and_training_resumes_bit_by_bit(found: dict[str, list[Any]], kind: str) -> None:
+    whole, resumed = found[f"{kind} None"], found[f"{kind} 5"]
+    for one, other in zip(whole, resumed, strict=True):
+        assert torch.equal(one["applied"], whole[0]["applied"])
+        assert torch.equal(one["kept"], other["kept"])
+        assert torch.equal(one["applied"], other["applied"])
+    kept = sum(answer["kept"].double() for answer in whole)
+    expected = computed(RANKS, 0, GIVEN_STEPS)
+    torch.testing.assert_close(RANKS * whole[0]["applied"].double() + kept, expected, rtol=1e-4, atol=1e-3)
+    assert float(kept.abs().max()) > 0
 
 
 def test_plans_may_change_between_flat_and_two_levels(found: dict[str, list[Any]]) -> None:
