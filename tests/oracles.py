@@ -26,6 +26,8 @@ class Task(NamedTuple):
     lane: int
     start_s: float
     transfer_s: float
+    scatter_s: float = 0.0
+    gather_s: float = 0.0
 
 
 # ---------------------------------------------------------------------------------------------------- one lane
@@ -151,54 +153,80 @@ def slowdown(contention: Contention, k: int) -> Fraction:
 
 
 class _Flow:
-    """One message of the exact simulator: what of its start-up and of its transfer is still to come."""
+    """One message of the exact simulator: what of each of its stages is still to come, and when they began and ended.
+
+    The stages are those of its lane: "scatter", "link" (a start-up, then the transfer) and "gather".
+    """
 
     def __init__(self, task: Task, launch_s: Fraction) -> None:
         self.launch_s, self.lane = launch_s, task.lane
         self.start_left, self.transfer_left = Fraction(task.start_s), Fraction(task.transfer_s)
-        self.begun_s: Fraction | None = None
-        self.ended_s: Fraction | None = None
+        self.inside_left = {"scatter": Fraction(task.scatter_s), "gather": Fraction(task.gather_s)}
+        self.begun: dict[str, Fraction] = {}
+        self.ended: dict[str, Fraction] = {}
 
-    @property
-    def running(self) -> bool:
-        return self.begun_s is not None and self.ended_s is None
+    def is_in(self, stage: str) -> bool:
+        return stage in self.begun and stage not in self.ended
 
     @property
     def moving(self) -> bool:
-        return self.running and self.start_left == 0
+        return self.is_in("link") and self.start_left == 0
+
+    def interval(self, stage: str) -> tuple[float, float]:
+        return float(self.begun[stage]), float(self.ended[stage])
+
+
+STAGES = ("scatter", "link", "gather")
 
 
 def fluid(tasks: Sequence[Task], contention: Contention) -> list[tuple[float, float]]:
+    """When each message is on its link, by the simulator's twin."""
+    return [flow.interval("link") for flow in _flows(tasks, contention)]
+
+
+def fluid_stages(tasks: Sequence[Task], contention: Contention) -> list[tuple[tuple[float, float], ...]]:
+    """When each message is in each of its stages, by the simulator's twin."""
+    return [tuple(flow.interval(stage) for stage in STAGES) for flow in _flows(tasks, contention)]
+
+
+def _flows(tasks: Sequence[Task], contention: Contention) -> list[_Flow]:
     """The simulator's twin: exact fractions, what is left of each message, no clock of work and no tolerance."""
     launch, flows = Fraction(0), []
     for task in tasks:
         launch = max(launch, Fraction(task.ready_s))
         flows.append(_Flow(task, launch))
     now = Fraction(0)
-    while any(flow.ended_s is None for flow in flows):
-        for flow in flows:
-            busy = any(other.running and other.lane == flow.lane for other in flows)
-            earlier = any(o.begun_s is None and o.lane == flow.lane for o in flows[: flows.index(flow)])
-            if flow.begun_s is None and flow.launch_s <= now and not busy and not earlier:
-                flow.begun_s = now
-        moving = [flow for flow in flows if flow.moving]
-        over = [flow for flow in moving if flow.transfer_left == 0]
-        if over:
-            for flow in over:
-                flow.ended_s = now
+    while any("gather" not in flow.ended for flow in flows):
+        changed = False
+        for index, flow in enumerate(flows):
+            before = [other for other in flows[:index] if other.lane == flow.lane]
+            for stage, last in zip(STAGES, ("", *STAGES), strict=False):
+                may_begin = stage not in flow.begun and all(stage in other.ended for other in before)
+                if stage == "gather" and not flow.inside_left["gather"]:
+                    may_begin = "gather" not in flow.begun  # it gathers nothing, and need not wait
+                if may_begin and (last in flow.ended if last else flow.launch_s <= now):
+                    flow.begun[stage], changed = now, True
+                left = flow.start_left + flow.transfer_left if stage == "link" else flow.inside_left[stage]
+                if flow.is_in(stage) and left == 0:
+                    flow.ended[stage], changed = now, True
+        if changed:
             continue
+        moving = [flow for flow in flows if flow.moving]
         speed = 1 / slowdown(contention, len(moving)) if moving else Fraction(0)
-        steps = [flow.transfer_left / speed for flow in moving]
-        steps += [flow.start_left for flow in flows if flow.running and not flow.moving]
-        steps += [flow.launch_s - now for flow in flows if flow.begun_s is None and flow.launch_s > now]
+        starting = [flow for flow in flows if flow.is_in("link") and not flow.moving]
+        inside = [(flow, stage) for flow in flows for stage in ("scatter", "gather") if flow.is_in(stage)]
+        steps = [flow.transfer_left / speed for flow in moving] + [flow.start_left for flow in starting]
+        steps += [flow.inside_left[stage] for flow, stage in inside]
+        steps += [flow.launch_s - now for flow in flows if flow.launch_s > now]
         step = min(steps)
         now += step
         for flow in moving:
             flow.transfer_left -= step * speed
-        for flow in flows:
-            if flow.running and flow not in moving:
-                flow.start_left -= step
-    return [(float(flow.begun_s or 0), float(flow.ended_s or 0)) for flow in flows]
+        for flow in starting:
+            flow.start_left -= step
+        for flow, stage in inside:
+            flow.inside_left[stage] -= step
+    return flows
 
 
 def work_done(tasks: Sequence[Task], intervals: Sequence[tuple[float, float]], contention: Contention) -> list[float]:

@@ -34,7 +34,7 @@ def mixed_families(rank: int) -> dict[str, Any]:
     lanes.grow(MIXED.lanes)
     family = EighthsExchanges()
     collectives = Collectives(family, QuantisedExchanges(), DenseExchanges())
-    launcher = BucketLauncher(MIXED, lanes, collectives, lambda _: None)
+    launcher = BucketLauncher(MIXED, lanes, collectives, dict.fromkeys("abcd", 5), lambda _: None)
     buffers = [torch.full((5,), VALUE * (1 + rank)) for _ in MIXED.buckets]
     futures = [launcher.launch(index, buffer) for index, buffer in enumerate(buffers)]
     averages = [future.wait().tolist() for future in futures]

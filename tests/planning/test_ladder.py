@@ -19,6 +19,8 @@ from anabranch.tools.predict.scaling.compression import priced
 from anabranch.values.files import bundled_traces, load_bundled_trace
 from anabranch.values.kinds import fidelity
 from anabranch.values.kinds.fidelity import LADDER, by_fidelity, error_of, error_of_plan
+from anabranch.values.kinds.names import two_level
+from anabranch.values.network import InsideNodes
 from anabranch.values.plan import Bucket
 
 ERRORS = {kind: error_of(kind) for kind in LADDER}
@@ -96,6 +98,37 @@ def test_with_delays_it_is_mostly_the_least_lossy_and_always_in_time() -> None:
         assert finish_s(trace, found, told) <= limit_s(trace, best_s)
         exact += total_error(trace, found) == expected
     assert exact >= 0.95 * seeds
+
+
+def of_nodes(chance: random.Random, flat: Network) -> Network:
+    """A network whose nodes exchange less, and are from 200 times faster to twice as slow inside."""
+    less = chance.uniform(0.2, 1.0)
+    curves = {**flat.curves, **{two_level(kind): curve.scaled(less, 0.0) for kind, curve in flat.curves.items()}}
+    scatter, gather = (
+        flat.curve("dense").scaled(chance.choice([0.01, 0.1, 0.3, 1.0]) * chance.uniform(0.5, 2), 0.0) for _ in range(2)
+    )
+    return replace(flat, curves=curves, inside=InsideNodes(4, scatter, gather))
+
+
+def test_with_two_level_kinds_it_is_mostly_the_least_lossy_and_never_slower_than_a_single_kind() -> None:
+    exact, seeds = 0, 120
+    for seed in range(seeds):
+        chance = random.Random(seed)
+        trace = random_trace(chance, 4)
+        some = ["dense", *chance.sample(LADDER[1:], chance.randint(1, 2))]
+        kinds = [*some, *map(two_level, some[: chance.randint(1, len(some))])]
+        told = of_nodes(chance, network(10 ** chance.uniform(-1, 2), 10 ** chance.uniform(-5, -3), 8))
+        errors = {kind: error_of(kind) for kind in kinds}
+        plans = [(finish_s(trace, plan, told), total_error(trace, plan, errors)) for plan in every_plan(trace, kinds)]
+        best_s = min(finish for finish, _ in plans)
+        expected = min(error for finish, error in plans if finish <= limit_s(trace, best_s))
+        found = least_lossy(trace, told, errors).check(trace)
+        found_s = finish_s(trace, found, told)
+        assert found_s <= 1.05 * limit_s(trace, best_s)
+        single_s = min(finish_s(trace, planners.optimal(trace, told, collective=kind), told) for kind in kinds)
+        assert found_s <= limit_s(trace, single_s)
+        exact += found_s <= limit_s(trace, best_s) and total_error(trace, found, errors) == expected
+    assert exact >= 0.97 * seeds
 
 
 @pytest.mark.parametrize("seed", range(30))

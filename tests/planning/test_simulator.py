@@ -10,8 +10,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from anabranch import Contention, Curve, Network, NetworkError, Plan, PlanError, TensorSpec, Trace, simulate
-from anabranch.planning.simulator import SimulatedMessage, finish_s, lower_bound_s, messages, schedule, undelayed
-from oracles import Task, fifo, fluid, work_done
+from anabranch.planning.simulator import (
+    SimulatedMessage,
+    ends_s,
+    finish_s,
+    gathers,
+    lower_bound_s,
+    messages,
+    scatters,
+    schedule,
+    undelayed,
+)
+from anabranch.values.network import InsideNodes
+from oracles import Task, fifo, fluid, fluid_stages, work_done
 from shorthand import bucket_of, plan_of, trace_of
 from strategies import contentions, curves, plans_of, traces
 
@@ -25,9 +36,10 @@ def same_moment(count: int, nbytes: int, ready_s: float = 1.0) -> tuple[Trace, P
 
 
 @st.composite
-def queues(draw: st.DrawFn, lanes: int = 4) -> list[SimulatedMessage]:
+def queues(draw: st.DrawFn, lanes: int = 4, two_level: bool = False) -> list[SimulatedMessage]:
     times = st.one_of(st.just(0.0), st.integers(0, 8).map(float), st.floats(0, 10))
-    one = st.builds(SimulatedMessage, times, st.integers(0, lanes - 1), times, times)
+    inside = times if two_level else st.just(0.0)
+    one = st.builds(SimulatedMessage, times, st.integers(0, lanes - 1), times, times, inside, inside)
     return draw(st.lists(one, min_size=1, max_size=9))
 
 
@@ -87,6 +99,20 @@ def test_the_schedule_is_its_twins(queue: list[SimulatedMessage], contention: Co
     got = schedule(queue, contention)
     assert [begin for begin, _ in got] == pytest.approx([begin for begin, _ in want], rel=1e-9, abs=1e-9)
     assert [end for _, end in got] == pytest.approx([end for _, end in want], rel=1e-9, abs=1e-9)
+
+
+@settings(max_examples=300)
+@given(queues(two_level=True), contentions())
+def test_the_stages_of_two_level_messages_are_their_twins(
+    queue: list[SimulatedMessage], contention: Contention
+) -> None:
+    want = fluid_stages([Task(*message) for message in queue], contention)
+    between = schedule(queue, contention)
+    got = list(zip(scatters(queue), between, gathers(queue, between), strict=True))
+    for ours, twins in zip(got, want, strict=True):
+        for stage, twin in zip(ours, twins, strict=True):
+            assert stage == pytest.approx(twin, rel=1e-9, abs=1e-9)
+    assert ends_s(queue, contention) == pytest.approx([stages[-1][1] for stages in want], rel=1e-9, abs=1e-9)
 
 
 @settings(max_examples=200)
@@ -183,6 +209,18 @@ def test_no_plan_beats_the_lower_bound(trace: Trace, contention: Contention, dat
     assert finish_s(trace, plan, network) * (1 + 1e-9) >= lower_bound_s(trace, network, plan.lanes)
 
 
+@given(traces(max_tensors=6), contentions(), st.data())
+def test_no_plan_of_flat_and_two_level_messages_beats_the_lower_bound(
+    trace: Trace, contention: Contention, data: st.DataObject
+) -> None:
+    drawn = data.draw(plans_of(trace))
+    kinds = [data.draw(st.sampled_from(["dense", "dense@nodes"])) for _ in drawn.buckets]
+    plan = Plan(tuple(replace(b, collective=kind) for b, kind in zip(drawn.buckets, kinds, strict=True)))
+    inside = data.draw(st.none() | st.builds(InsideNodes, st.just(2), curves, curves))
+    network = Network(8, {kind: data.draw(curves) for kind in ("dense", "dense@nodes")}, contention, inside=inside)
+    assert finish_s(trace, plan, network) * (1 + 1e-9) >= lower_bound_s(trace, network, plan.lanes)
+
+
 # -------------------------------------------------------------------------------------------------- the timeline
 
 
@@ -205,6 +243,28 @@ def test_the_counter_example_as_a_timeline() -> None:
     assert [(s.start_s, s.end_s) for s in timeline.communication] == [(1.0, 9.0), (9.0, 15.0)]
     assert (timeline.finish_s, timeline.iteration_s, timeline.exposed_s, timeline.overlap) == (15, 17, 7, 0.5)
     assert timeline.compute[0].name == "forward"
+
+
+def test_stages_of_successive_two_level_buckets_overlap_and_have_a_track_of_their_own() -> None:
+    trace = trace_of([TensorSpec(name, 4, 1, ready) for name, ready in zip("abc", (1.0, 2.0, 3.0), strict=True)], 1.0)
+    inside = InsideNodes(2, Curve.linear(1.0, 0.25), Curve.linear(1.0, 0.0))
+    network = Network(4, {"dense": CURVE, "dense@nodes": Curve.linear(0.0, 1.0)}, inside=inside)
+    plan = plan_of([bucket_of("a", 0, "dense@nodes"), bucket_of("b", 0, "dense"), bucket_of("c", 0, "dense@nodes")])
+    timeline = simulate(trace, plan, network)
+    assert [(s.track, s.name.partition(": ")[2], s.start_s, s.end_s) for s in timeline.communication] == [
+        ("lane 0", "dense@nodes, 1 tensors, a", 3.0, 7.0),
+        ("inside 0", "dense@nodes, 1 tensors, a, scatter", 1.0, 3.0),
+        ("inside 0", "dense@nodes, 1 tensors, a, gather", 7.0, 8.0),
+        ("lane 0", "dense, 1 tensors, b", 7.0, 11.0),
+        ("lane 0", "dense@nodes, 1 tensors, c", 11.0, 15.0),
+        ("inside 0", "dense@nodes, 1 tensors, c, scatter", 3.0, 5.0),
+        ("inside 0", "dense@nodes, 1 tensors, c, gather", 15.0, 16.0),
+    ]
+    assert [span.track for span in timeline.messages] == 3 * ["lane 0"]
+    assert timeline.finish_s == finish_s(trace, plan, network) == 16.0
+    assert timeline.exposed_s == 13.0
+    # where nothing is known of what is inside nodes, it costs nothing
+    assert [s.track for s in simulate(trace, plan, replace(network, inside=None)).communication] == 3 * ["lane 0"]
 
 
 def test_each_bucket_pays_its_own_collective() -> None:

@@ -14,6 +14,7 @@ from anabranch.exchange.quantised.exchange import QuantisedExchanges, options_by
 from anabranch.exchange.residuals.store import NO_PARAMETERS, Applied, Residuals
 from anabranch.exchange.sparse.oktopk import OkTopkExchanges
 from anabranch.exchange.sparse.oktopk import probe_of as sparse_probe_of
+from anabranch.exchange.two_level import supports as supports_two_levels
 from anabranch.values.kinds.formats import BlockFormat
 from anabranch.values.kinds.names import (
     COMPRESSED,
@@ -114,6 +115,7 @@ def collectives_for(
     sparse = tuple(kind for kind in kinds if density_of(kind) is not None)
     rounded = _quantised(settings)
     excluded = {name: _excluded(kind, parameters) for kind in kinds for name in (kind, two_level(kind))}
+    excluded[two_level(DENSE)] = [name for name, given in parameters.items() if not supports_two_levels(given.dtype)]
     mixes = isinstance(settings, Auto) or len(kinds) > 1
     if not keeps_residuals(settings):
         return Collectives(QuantisedExchanges(rounded), DenseExchanges(), excluded=excluded, mixes=mixes)

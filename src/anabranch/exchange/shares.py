@@ -1,6 +1,8 @@
 """Shares: the part of every parameter that one rank of a node exchanges with other nodes."""
 
-from typing import NamedTuple
+from typing import NamedTuple, Self
+
+from anabranch.values.nodes import Nodes
 
 
 class Share(NamedTuple):
@@ -12,6 +14,11 @@ class Share(NamedTuple):
     def of(self, numel: int) -> range:
         """Its elements of a parameter of ``numel`` elements."""
         return range(self.number * numel // self.parts, (self.number + 1) * numel // self.parts)
+
+    @classmethod
+    def on(cls, nodes: Nodes, rank: int) -> Self:
+        """That of a rank on nodes."""
+        return cls(nodes.per_node, nodes.place_of(rank))
 
 
 WHOLE = Share()

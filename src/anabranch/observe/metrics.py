@@ -193,7 +193,7 @@ class MetricsFeed(StepObserver):
             return None
         if len(marks.buckets) == len(plan) and clock.settled(marks.backward):
             timeline = timeline_of(marks, plan, clock)
-            if len(timeline.communication) == len(plan):
+            if len(timeline.messages) == len(plan):
                 return timeline.overlap
         if not done.context.communication_s:
             return None

@@ -77,3 +77,12 @@ def filled(
         parts[-1].append(item)
         nbytes += nbytes_of(item)
     return list(parts)
+
+
+def at_most(tensors: Sequence[TensorSpec], count: int) -> list[Sequence[TensorSpec]]:
+    """Each gradient by itself, or neighbours together where there are more than ``count``."""
+    if len(tensors) <= count:
+        return [[tensor] for tensor in tensors]
+    # A group is closed when it has its share, or before a gradient that has one by itself: at most two for each share.
+    share = -(-2 * sum(tensor.nbytes for tensor in tensors) // count)
+    return filled(tensors, lambda tensor: tensor.nbytes, share, share, reached=False)

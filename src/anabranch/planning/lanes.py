@@ -1,13 +1,14 @@
 """Planners for simultaneous messages: the published ASC-WFBP rule, and a search whose objective is the simulator."""
 
 from collections.abc import Iterator
+from functools import partial
 from itertools import accumulate, product
 from math import inf
 from typing import NamedTuple
 
 from anabranch.planning.by_size import by_bytes
 from anabranch.planning.merge import mgwfbp, optimal, published, using
-from anabranch.planning.simulator import SimulatedMessage, schedule
+from anabranch.planning.simulator import SimulatedMessage, ends_s
 from anabranch.values.network import Network
 from anabranch.values.plan import Bucket, Plan
 from anabranch.values.trace import Trace
@@ -115,6 +116,8 @@ class LaneSearch:
         self._where = {t.name: (kind, i) for kind, part in enumerate(parts) for i, t in enumerate(part)}
         self._ready_s = [[t.ready_s for t in part] for part in parts]
         self._total = [list(accumulate((t.cost_nbytes(collective) for t in part), initial=0)) for part in parts]
+        self._own_total = [list(accumulate((t.nbytes for t in part), initial=0)) for part in parts]
+        self._inside_s = partial(network.inside_s, collective)
         self._seen: set[LaneLayout] = set()
         self.best: LaneLayout = ()  # empty before the first offer
         self._best_score = (inf, 0, 0)
@@ -138,13 +141,14 @@ class LaneSearch:
         for kind, low, high, lane in reversed(layout):
             launched -= 1
             cost_s = self._curve.seconds(self._total[kind][high] - self._total[kind][low])
+            inside_s = self._inside_s(self._own_total[kind][high] - self._own_total[kind][low])
             ready_s = self._ready_s[kind][high - 1] + launched * self._delay_s
-            if ready_s + cost_s > too_late_s:
+            if ready_s + cost_s + sum(inside_s) > too_late_s:
                 return False
-            queue.append(SimulatedMessage(ready_s, lane, start_s, cost_s - start_s))
+            queue.append(SimulatedMessage(ready_s, lane, start_s, cost_s - start_s, *inside_s))
         queue.reverse()
         computed_s = self._backward_s + len(queue) * self._delay_s
-        finish_s = max(computed_s, *(end_s for _, end_s in schedule(queue, self._contention)))
+        finish_s = max(computed_s, *ends_s(queue, self._contention))
         score = (finish_s, len({run.lane for run in layout}), len(layout))
         if score >= self._best_score:
             return False

@@ -38,21 +38,17 @@ from operator import itemgetter
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from anabranch.planning.by_size import by_bytes, in_ready_order, per_tensor, single
+from anabranch.planning.costs import SAME, CostLines, Floats, Ints
 from anabranch.planning.simulator import finish_s
+from anabranch.planning.two_level import best_runs
 from anabranch.values.curve import Segment
-from anabranch.values.kinds.names import DENSE
+from anabranch.values.kinds.names import DENSE, is_two_level, two_level
 from anabranch.values.network import Network
 from anabranch.values.plan import Bucket, Plan, runs
 from anabranch.values.trace import TensorSpec, Trace
 
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
-
-# Sums taken in another order differ in their last bits: two plans this close, relatively, finish together.
-SAME = 1e-12
 # On a steeper line S·s is so much larger than f that f − s·S would lose more digits than that.
 STEEP = 1e3
 MOST_DELAYED = 1024  # gradients, for which all messages that can be are priced: tables of 8 MB
@@ -74,23 +70,27 @@ def optimal(trace: Trace, network: Network, collective: str = "dense") -> Plan:
     """The plan of consecutive buckets on one lane that finishes first; among equals, the one with fewest buckets.
 
     Exact for every network (any curve that never falls; with delays for up to 1024 gradients), by dynamic programming
-    (``best_cuts``).
+    (``best_cuts``). Messages whose stages inside nodes take time are planned by ``two_level.best_runs``, exact for up
+    to 128 gradients.
 
     Several dtypes cannot share a bucket. Each is then planned exactly as if it had the network to itself, and a fixed
     plan replaces the result where the simulator finds that better: good, but not proven best.
     """
-    segments, delay_s = network.curve(collective).segments(), network.delay_s(collective)
-    parts: list[Sequence[TensorSpec]] = []
     kinds = trace.by_kind()
-    for tensors in kinds:
-        nbytes = [tensor.cost_nbytes(collective) for tensor in tensors]
-        cuts = best_cuts([tensor.ready_s for tensor in tensors], nbytes, segments, delay_s)
-        parts += runs(tensors, cuts)
+    in_stages = network.inside is not None and is_two_level(collective)
+    plan_part = best_runs if in_stages else _best_flat_runs
+    parts = [part for tensors in kinds for part in plan_part(tensors, network, collective)]
     best = using(in_ready_order(trace, parts), collective)
     if len(kinds) == 1:
         return best
     others = [planner(trace, network) for planner in (per_tensor, single, by_bytes, mgwfbp)]
     return min([best, *(using(other, collective) for other in others)], key=lambda plan: finish_s(trace, plan, network))
+
+
+def _best_flat_runs(tensors: Sequence[TensorSpec], network: Network, collective: str) -> list[Sequence[TensorSpec]]:
+    nbytes = [tensor.cost_nbytes(collective) for tensor in tensors]
+    segments, delay_s = network.curve(collective).segments(), network.delay_s(collective)
+    return runs(tensors, best_cuts([tensor.ready_s for tensor in tensors], nbytes, segments, delay_s))
 
 
 def using(plan: Plan, collective: str) -> Plan:
@@ -116,32 +116,49 @@ def published(trace: Trace, start_s: float, s_per_byte: float, patience_s: float
 
 
 def compressed(trace: Trace, network: Network, collective: str, dense: Collection[str] = ()) -> Plan:
-    """The exact plan for ``collective``; buckets that the dense collective sends as fast travel dense.
+    """The exact plan for ``collective``; buckets that a dense collective sends as fast travel dense.
 
-    The gradients named in ``dense`` are planned separately and always travel dense.
+    The gradients named in ``dense`` are planned separately and always travel dense. With a two-level collective, dense
+    messages may be on two levels, too, where the network has a cost for that.
     """
+    plain = _dense_kinds(network, collective)
     always_dense = [tensor for tensor in trace.tensors if tensor.name in dense]
     compressible = [tensor for tensor in trace.tensors if tensor.name not in dense]
     buckets: list[Bucket] = []
     if compressible:
         tensors = {tensor.name: tensor for tensor in compressible}
         for bucket in optimal(replace(trace, tensors=tuple(compressible)), network, collective=collective).buckets:
-            seconds, dense_s = (
-                network.seconds(kind, sum(tensors[name].cost_nbytes(kind) for name in bucket.names))
-                for kind in (collective, DENSE)
-            )
-            gains = seconds < dense_s
-            buckets.append(bucket if gains else replace(bucket, collective=DENSE))
+            members = [tensors[name] for name in bucket.names]
+            fastest = min((*plain, collective), key=lambda kind: _message_s(members, network, kind))
+            buckets.append(replace(bucket, collective=fastest))
     if always_dense:
-        buckets += optimal(replace(trace, tensors=tuple(always_dense)), network).buckets
+        buckets += _fastest_of(plain, replace(trace, tensors=tuple(always_dense)), network).buckets
     place = {tensor.name: index for index, tensor in enumerate(trace.tensors)}
     return Plan(tuple(sorted(buckets, key=lambda bucket: max(place[name] for name in bucket.names))))
 
 
 def compressed_if_faster(trace: Trace, network: Network, collective: str, dense: Collection[str] = ()) -> Plan:
     """The plan for ``collective``; the exact dense plan if that finishes no later."""
-    plans = [optimal(trace, network), compressed(trace, network, collective, dense)]
+    plain = _fastest_of(_dense_kinds(network, collective), trace, network)
+    return min([plain, compressed(trace, network, collective, dense)], key=lambda plan: finish_s(trace, plan, network))
+
+
+def _dense_kinds(network: Network, collective: str) -> list[str]:
+    """How dense messages may travel beside those of ``collective``."""
+    kinds = [DENSE, two_level(DENSE)]
+    return kinds if is_two_level(collective) and kinds[1] in network.curves else kinds[:1]
+
+
+def _fastest_of(kinds: Sequence[str], trace: Trace, network: Network) -> Plan:
+    """Of the exact plans of one kind each the one that finishes first."""
+    plans = [optimal(trace, network, collective=kind) for kind in kinds]
     return min(plans, key=lambda plan: finish_s(trace, plan, network))
+
+
+def _message_s(tensors: Sequence[TensorSpec], network: Network, kind: str) -> float:
+    """What one message takes by itself, in all of its stages."""
+    inside_s = network.inside_s(kind, sum(tensor.nbytes for tensor in tensors))
+    return network.seconds(kind, sum(tensor.cost_nbytes(kind) for tensor in tensors)) + sum(inside_s)
 
 
 def best_cuts(
@@ -156,20 +173,6 @@ def best_cuts(
         segments, delay_s = [one._replace(seconds=one.seconds + delay_s) for one in segments], 0.0
     problem = _Problem(ready_s, nbytes, segments)
     return problem.delayed(delay_s) if delay_s else problem.fewest(problem.earliest())
-
-
-class CostLines:
-    """The lines of a cost curve T, as arrays."""
-
-    def __init__(self, segments: Sequence[Segment]) -> None:
-        self.at = np.array([segment.nbytes for segment in segments], dtype=np.int64)
-        self.seconds = np.array([segment.seconds for segment in segments])
-        self.slope = np.array([segment.s_per_byte for segment in segments])
-
-    def cost(self, nbytes: Ints) -> Floats:
-        """T of each message."""
-        k = np.searchsorted(self.at, nbytes, side="right") - 1
-        return np.asarray(self.seconds[k] + self.slope[k] * (nbytes - self.at[k]))
 
 
 class _Problem(CostLines):
@@ -240,7 +243,7 @@ class _Problem(CostLines):
         """The cuts of the plan that finishes first, with fewest buckets, if each delays the gradients after it."""
         size = np.arange(self.n + 1)
         earlier = size[:, None] < size[None, :]  # [j, i]
-        cost = np.where(earlier, self.cost(np.maximum(self.total[None, :] - self.total[:, None], 0)), math.inf)
+        cost = np.where(earlier, self.table(np.diff(self.total)), math.inf)
         layer = np.where(size == 0, 0.0, math.inf)
         layers: list[Ints] = []  # for each c: where the last message of the first i gradients begins
         best, chosen = math.inf, 0

@@ -6,6 +6,15 @@ bandwidth, and then transfers; while k messages transfer at once, each advances 
 
 On one lane this is the recurrence  end[i] = max(end[i−1], ready[i]) + T(bytes[i]).
 
+A two-level message passes three stages of its lane: scatter inside the node, the lane's link between nodes as above,
+and gather inside. Each stage carries one message at a time, in launch order, so that stages of successive messages
+overlap. A flat message only uses the link; it keeps its place behind the scatters before it, and waits for no gather.
+On one lane, with scatter and gather costs s and g:
+
+    scattered[i] = max(scattered[i−1], ready[i]) + s[i]
+    between[i] = max(between[i−1], scattered[i]) + T(bytes[i])
+    gathered[i] = max(gathered[i−1], between[i]) + g[i]
+
 Where sending a message delays computing (``Network.delays``), all that is computed after its launch is later by that.
 """
 
@@ -15,19 +24,25 @@ from itertools import accumulate
 from math import inf
 from typing import NamedTuple
 
+from anabranch.values.kinds.names import is_dense
 from anabranch.values.network import Contention, Network
 from anabranch.values.plan import Plan, bucket_label
-from anabranch.values.timeline import COMPUTE, Interval, Span, Timeline
+from anabranch.values.timeline import COMPUTE, Interval, Span, Timeline, inside_track, lane_track
 from anabranch.values.trace import Trace
 
 
 class SimulatedMessage(NamedTuple):
-    """A bucket as the event loop sees it; ``transfer_s`` is what the transfer takes with the link to itself."""
+    """A bucket as the event loop sees it; ``transfer_s`` is what the transfer takes with the link to itself.
+
+    ``scatter_s`` and ``gather_s`` are what it takes inside nodes; a flat message has none.
+    """
 
     ready_s: float
     lane: int
     start_s: float
     transfer_s: float
+    scatter_s: float = 0.0
+    gather_s: float = 0.0
 
 
 def simulate(trace: Trace, plan: Plan, network: Network) -> Timeline:
@@ -41,18 +56,22 @@ def simulate(trace: Trace, plan: Plan, network: Network) -> Timeline:
         busy_until = tensor.ready_s + late
     if late_s[-1] > late_s[-2]:
         spans.append(Span(COMPUTE, "sending", busy_until, trace.backward_s + late_s[-1]))
-    intervals = schedule(messages(trace, plan, network), network.contention)
-    for index, (bucket, (start_s, end_s)) in enumerate(zip(plan.buckets, intervals, strict=True)):
+    queue = messages(trace, plan, network)
+    between = schedule(queue, network.contention)
+    stages = zip(scatters(queue), between, gathers(queue, between), strict=True)
+    for index, (bucket, (scatter, link, gather)) in enumerate(zip(plan.buckets, stages, strict=True)):
         label = bucket_label(index, bucket.collective, bucket.names)
-        spans.append(Span(f"lane {bucket.lane}", label, start_s, end_s))
+        spans.append(Span(lane_track(bucket.lane), label, *link))
+        for name, (start_s, end_s) in (("scatter", scatter), ("gather", gather)):
+            if end_s > start_s:
+                spans.append(Span(inside_track(bucket.lane), f"{label}, {name}", start_s, end_s))
     return Timeline(tuple(spans), {"source": "simulated", "world_size": network.world_size})
 
 
 def finish_s(trace: Trace, plan: Plan, network: Network) -> float:
     """``simulate(...).finish_s`` without building the timeline: what planners and sweeps minimise."""
-    intervals = schedule(messages(trace, plan, network), network.contention)
     delays_s = sum(network.delay_s(bucket.collective) for bucket in plan.buckets) if network.delays else 0.0
-    return max(trace.backward_s + delays_s, max(end_s for _, end_s in intervals))
+    return max(trace.backward_s + delays_s, *ends_s(messages(trace, plan, network), network.contention))
 
 
 def messages(trace: Trace, plan: Plan, network: Network) -> list[SimulatedMessage]:
@@ -64,7 +83,8 @@ def messages(trace: Trace, plan: Plan, network: Network) -> list[SimulatedMessag
         members = [tensors[name] for name in bucket.names]
         cost_s = curve.seconds(sum(tensor.cost_nbytes(bucket.collective) for tensor in members))
         ready_s = late_s + max(tensor.ready_s for tensor in members)
-        result.append(SimulatedMessage(ready_s, bucket.lane, curve.start_s, cost_s - curve.start_s))
+        inside_s = network.inside_s(bucket.collective, sum(tensor.nbytes for tensor in members))
+        result.append(SimulatedMessage(ready_s, bucket.lane, curve.start_s, cost_s - curve.start_s, *inside_s))
         late_s += network.delay_s(bucket.collective)
     return result
 
@@ -90,9 +110,40 @@ def undelayed(trace: Trace, plan: Plan, network: Network) -> Trace:
     return replace(trace, tensors=tuple(tensors))
 
 
-def schedule(queue: Sequence[SimulatedMessage], contention: Contention) -> list[Interval]:
-    """When each message starts and ends. The next event is always the earliest one: no tolerance decides an order.
+def ends_s(queue: Sequence[SimulatedMessage], contention: Contention) -> list[float]:
+    """When each message is over, its gather included."""
+    return [end_s for _, end_s in gathers(queue, schedule(queue, contention))]
 
+
+def scatters(queue: Sequence[SimulatedMessage]) -> list[Interval]:
+    """When each message is in the scatter stage of its lane, which a flat one leaves at once."""
+    intervals, launch_s = [], 0.0
+    free_s = dict.fromkeys((message.lane for message in queue), 0.0)
+    for message in queue:
+        launch_s = max(launch_s, message.ready_s)
+        begin_s = max(launch_s, free_s[message.lane])
+        free_s[message.lane] = begin_s + message.scatter_s
+        intervals.append((begin_s, free_s[message.lane]))
+    return intervals
+
+
+def gathers(queue: Sequence[SimulatedMessage], between: Sequence[Interval]) -> list[Interval]:
+    """When each message is in the gather stage of its lane, given when it is on the link; a flat one is over then."""
+    intervals = []
+    free_s = dict.fromkeys((message.lane for message in queue), 0.0)
+    for message, (_, arrived_s) in zip(queue, between, strict=True):
+        begin_s = end_s = arrived_s
+        if message.gather_s:
+            begin_s = max(arrived_s, free_s[message.lane])
+            end_s = free_s[message.lane] = begin_s + message.gather_s
+        intervals.append((begin_s, end_s))
+    return intervals
+
+
+def schedule(queue: Sequence[SimulatedMessage], contention: Contention) -> list[Interval]:
+    """When each message is on the link of its lane, from when until when.
+
+    The next event is always the earliest one: no tolerance decides an order.
     All transfers of an instant advance at one speed, so a clock of work done at that speed (``work_s``) says when
     each is over: a transfer that begins at work w is done at work w + transfer_s, whatever starts or ends in between.
     """
@@ -100,11 +151,9 @@ def schedule(queue: Sequence[SimulatedMessage], contention: Contention) -> list[
     if lanes == 1:
         return _one_by_one(queue)
     slowdown = [contention.slowdown(k) for k in range(lanes + 1)]
-    queued: list[list[tuple[float, int]]] = [[] for _ in range(lanes)]  # per lane: (launch time, index)
-    launch_s = 0.0
-    for index, message in enumerate(queue):
-        launch_s = max(launch_s, message.ready_s)
-        queued[message.lane].append((launch_s, index))
+    queued: list[list[tuple[float, int]]] = [[] for _ in range(lanes)]  # per lane: (when it comes to the link, index)
+    for index, (message, (_, scattered_s)) in enumerate(zip(queue, scatters(queue), strict=True)):
+        queued[message.lane].append((scattered_s, index))
     for line in queued:
         line.reverse()  # pop() then takes the next one
 
@@ -142,25 +191,29 @@ def schedule(queue: Sequence[SimulatedMessage], contention: Contention) -> list[
 
 
 def _one_by_one(queue: Sequence[SimulatedMessage]) -> list[Interval]:
-    """One lane: end[i] = max(end[i−1], ready[i]) + start-up + transfer, which needs no events."""
-    intervals, end_s = [], 0.0
+    """One lane: end[i] = max(end[i−1], scattered[i]) + start-up + transfer, which needs no events."""
+    intervals, scattered_s, end_s = [], 0.0, 0.0
     for message in queue:
-        begin_s = max(end_s, message.ready_s)
+        scattered_s = max(scattered_s, message.ready_s) + message.scatter_s
+        begin_s = max(end_s, scattered_s)
         end_s = begin_s + message.start_s + message.transfer_s
         intervals.append((begin_s, end_s))
     return intervals
 
 
 def lower_bound_s(trace: Trace, network: Network, lanes: int = 1) -> float:
-    """No plan on up to ``lanes`` lanes finishes backward and communication sooner than this.
+    """No plan of dense messages on up to ``lanes`` lanes finishes backward and communication sooner than this.
 
     The last gradient must still travel after backward. And all bytes must pass after the first gradient is ready: on
     each lane one message after another, start-up included, at the best rate that the curve offers any message; and
-    their transfers together at the best rate that up to ``lanes`` simultaneous ones reach.
+    their transfers together at the best rate that up to ``lanes`` simultaneous ones reach. Messages may be flat or on
+    two levels: what either needs at least is the least of both.
     """
-    curve, nbytes = network.curve("dense"), trace.nbytes
+    kinds, nbytes, last = list(filter(is_dense, network.curves)), trace.nbytes, trace.tensors[-1].nbytes
+    curves = [network.curve(kind) for kind in kinds]
     aggregate = max(k / network.contention.slowdown(k) for k in range(1, lanes + 1))
-    one_by_one_s = curve.least_s_per_byte(nbytes) * nbytes / lanes
-    together_s = curve.start_s + curve.least_transfer_s_per_byte(nbytes) * nbytes / max(1.0, aggregate)
-    last_s = trace.backward_s + curve.seconds(trace.tensors[-1].nbytes)
+    one_by_one_s = min(curve.least_s_per_byte(nbytes) for curve in curves) * nbytes / lanes
+    transfers_s = min(curve.least_transfer_s_per_byte(nbytes) for curve in curves) * nbytes / max(1.0, aggregate)
+    together_s = min(curve.start_s for curve in curves) + transfers_s
+    last_s = trace.backward_s + min(network.seconds(kind, last) + sum(network.inside_s(kind, last)) for kind in kinds)
     return max(last_s, trace.tensors[0].ready_s + max(one_by_one_s, together_s))

@@ -73,7 +73,7 @@ def slowest_rank(seconds: Sequence[float], control: Group) -> list[float]:
 
 
 def bucket_seconds(steps: Sequence[Timeline]) -> list[float]:
-    """Seconds of each message from when its lane was free: medians over some one-lane steps of one plan.
+    """Seconds of each message on its lane from when that was free: medians over some one-lane steps of one plan.
 
     On a rank that came early this includes waiting for the others; the minimum over all ranks is the cost. Empty
     if not all steps have the same number of messages.
@@ -81,7 +81,7 @@ def bucket_seconds(steps: Sequence[Timeline]) -> list[float]:
     took_s = []
     for step in steps:
         seconds, free_s = [], 0.0
-        for span in sorted(step.communication, key=lambda span: span.start_s):
+        for span in sorted(step.messages, key=lambda span: span.start_s):
             seconds.append(span.end_s - max(span.start_s, free_s))
             free_s = span.end_s
         took_s.append(seconds)
@@ -279,7 +279,7 @@ class CalibratedNetwork:
         largest = min(max(nbytes, SMALLEST_LARGEST_NBYTES), LARGEST_NBYTES)
         shortest_s, longest_s = MEASUREMENT_S
         budget_s = min(longest_s, max(shortest_s, left_s / 3))
-        self.known = measure(self.lanes.groups, device, largest, budget_s, probes, growth=4)
+        self.known = measure(self.lanes.groups, device, largest, budget_s, probes, growth=4, nodes=self.lanes[0].nodes)
         return self.known
 
     def calibrate(self, trace: Trace, trials: Sequence[Trial], several_lanes: bool) -> bool:

@@ -14,7 +14,7 @@ from typing import Protocol
 
 from anabranch import planning as planners
 from anabranch.planning.by_size import filled
-from anabranch.planning.simulator import messages, schedule
+from anabranch.planning.simulator import ends_s, messages
 from anabranch.tuning.options import TuningPolicy
 from anabranch.tuning.trial import Trial, as_recorded, predicted_s
 from anabranch.values.network import Network
@@ -123,8 +123,7 @@ def step_in_parts_s(trace: Trace, plan: Plan | None, network: Network, parts: Pa
     for bucket, message in zip(plan.buckets, messages(trace, plan, network), strict=True):
         late.append(message._replace(ready_s=delays_s + max(late_s[name] for name in bucket.names)))
         delays_s += network.delay_s(bucket.collective)
-    ends_s = [end_s for _, end_s in schedule(late, network.contention)]
-    return trace.forward_s + max(trace.backward_s + delays_s, *ends_s)
+    return trace.forward_s + max(trace.backward_s + delays_s, *ends_s(late, network.contention))
 
 
 def _plan_or_ddps(trace: Trace, plan: Plan | None) -> Plan:

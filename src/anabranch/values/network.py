@@ -8,6 +8,7 @@ from typing import ClassVar, Self
 from anabranch.values.checks import NO_META, STRICT, Meta, ReadOnly, check_positive, check_seconds, frozen_meta
 from anabranch.values.curve import Curve, Points
 from anabranch.values.errors import NetworkError
+from anabranch.values.kinds.names import is_two_level
 from anabranch.values.links import AlphaBeta, TwoLevel
 
 
@@ -168,6 +169,12 @@ class Network:
     def seconds(self, collective: str, nbytes: int) -> float:
         """Cost of one message by itself."""
         return self.curve(collective).seconds(nbytes)
+
+    def inside_s(self, collective: str, nbytes: int) -> tuple[float, float]:
+        """What a bucket of ``nbytes`` costs inside nodes, before and after it is exchanged between them."""
+        if self.inside is None or not is_two_level(collective):
+            return 0.0, 0.0
+        return self.inside.scatter.seconds(nbytes), self.inside.gather.seconds(nbytes)
 
     def delay_s(self, collective: str) -> float:
         """By how much sending one message holds up the computing after it."""

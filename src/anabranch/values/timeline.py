@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 from anabranch.values.checks import STRICT, Meta, frozen_meta
 
 COMPUTE = "compute"
+INSIDE = "inside"  # begins the name of a track with the stages of messages inside nodes
 LATEST_S = 1e30  # finite, and so is any sum of such instants
 
 Interval = tuple[float, float]
@@ -35,7 +36,10 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """One training step. The track named "compute" holds forward and backward; every other track is a lane."""
+    """One training step. The track named "compute" holds forward and backward, "lane 0" the messages of that lane.
+
+    Of two-level messages a lane has what nodes exchange; "inside 0" has their stages inside nodes, before and after.
+    """
 
     __pydantic_config__: ClassVar = STRICT
 
@@ -55,8 +59,13 @@ class Timeline:
 
     @property
     def communication(self) -> tuple[Span, ...]:
-        """The messages, on any lane."""
+        """The messages in all of their stages, on any lane."""
         return tuple(span for span in self.spans if span.track != COMPUTE)
+
+    @property
+    def messages(self) -> tuple[Span, ...]:
+        """The messages on any lane, without their stages inside nodes: one span for each."""
+        return tuple(span for span in self.communication if not span.track.startswith(INSIDE))
 
     @property
     def finish_s(self) -> float:
@@ -70,12 +79,12 @@ class Timeline:
 
     @property
     def communication_s(self) -> float:
-        """Time during which at least one lane was busy."""
+        """Time during which at least one message was in one of its stages."""
         return _total_s(union(self.communication))
 
     @property
     def exposed_s(self) -> float:
-        """Time during which a lane was busy and nothing was computed: communication that nothing hid."""
+        """Time of communication during which nothing was computed: what nothing hid."""
         exposed_s = _total_s(union(self.spans)) - _total_s(union(self.compute))
         return min(max(0.0, exposed_s), self.communication_s)  # the difference is rounded
 
@@ -99,6 +108,16 @@ class Timeline:
             for span in self.spans
         ]  # fmt: skip
         return {"displayTimeUnit": "ms", "traceEvents": names + slices}
+
+
+def lane_track(lane: int) -> str:
+    """The track of the messages of a lane."""
+    return f"lane {lane}"
+
+
+def inside_track(lane: int) -> str:
+    """The track of what messages of a lane do inside nodes."""
+    return f"{INSIDE} {lane}"
 
 
 def union(spans: Iterable[Span]) -> list[Interval]:

@@ -236,9 +236,8 @@ class BucketStates:
         nodes: Nodes | None = None,
     ) -> None:
         self._form = form
-        self._nodes = nodes
-        self.share = WHOLE if nodes is None else Share(nodes.per_node, nodes.place_of(rank))
         self.rank = rank
+        self.use_nodes(nodes)
         self.world_size = world_size
         self.device = device
         self.unbucketed: dict[str, Piece] = {}
@@ -248,7 +247,13 @@ class BucketStates:
         self.loaded = ["nothing"]
         self._buckets: dict[tuple[str, ...], BucketState] = {}
         self._settings: dict[tuple[str, ...], Mapping[str, Any]] = {}  # loaded, of buckets that were not used yet
+        self._settings_of: Nodes | None = None  # the nodes of the ranks that saved them
         self._step = 0  # the most steps of any former bucket: a new one continues the schedules
+
+    def use_nodes(self, nodes: Nodes | None) -> None:
+        """Two-level buckets are exchanged among these nodes; before the first one."""
+        self._nodes = nodes
+        self.share = WHOLE if nodes is None else Share.on(nodes, self.rank)
 
     def bucket(self, names: Sequence[str], numels: Sequence[int], share: Share = WHOLE) -> BucketState:
         """The state of the bucket of this share of these parameters, in this order; ``numels`` are their sizes.
@@ -412,10 +417,8 @@ class BucketStates:
         self._step = states[0]["step"]
         self.scale = states[0].get("scale")
         if same:
-            # Ranks of one place must have the same regions: with other nodes they would come from several places.
-            other_nodes = states[0].get("nodes") is not None and Nodes(states[0]["nodes"]) != self._nodes
-            settings = [one for one in mine[0]["buckets"] if not (other_nodes and _is_two_level(one, self.world_size))]
-            self._settings = {tuple(one["names"]): one for one in settings}
+            self._settings = {tuple(one["names"]): one for one in mine[0]["buckets"]}
+            self._settings_of = None if states[0].get("nodes") is None else Nodes(states[0]["nodes"])
         elif self.rank == 0:
             log.warning(
                 "anabranch: residuals of %d ranks were loaded on %d: their sum is conserved, regions are new",
@@ -464,7 +467,9 @@ class BucketStates:
         for name in names:  # velocities of other elements: the bucket's begin at zero again
             self.velocities.pop(name, None)
         settings = self._settings.pop(names, None)
-        if settings is not None and len(settings["boundaries"]) == len(state.boundaries):  # of as many ranks
+        # Ranks of one place must have the same regions: with other nodes they would come from several places.
+        same_nodes = share == WHOLE or self._settings_of == self._nodes
+        if settings is not None and same_nodes and len(settings["boundaries"]) == len(state.boundaries):
             state.threshold_bias.fill_(settings["tilt"])
             state.boundaries.copy_(torch.tensor(settings["boundaries"], dtype=torch.int64))
             state.step = settings["step"]

@@ -67,6 +67,10 @@ class Residuals:
         self._flush = ResidualFlush(self._states, parameters, averaged, applied)
         self._exchanged: list[tuple[BucketState, torch.Tensor]] = []  # in this step: states and averages
 
+    def use_nodes(self, nodes: Nodes) -> None:
+        """Two-level buckets are exchanged among these nodes; before the first one."""
+        self._states.use_nodes(nodes)
+
     def bucket_state(self, bucket: Bucket, average: torch.Tensor | None = None) -> BucketState:
         """The state of a bucket whose kind keeps a residual.
 

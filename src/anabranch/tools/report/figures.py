@@ -97,9 +97,9 @@ def bucket_number(span: str) -> int | None:
 def planned_buckets(
     buckets: Mapping[int, Bucket], timeline: Timeline | None = None, trace: Trace | None = None
 ) -> tuple[PlannedBucket, ...]:
-    """Buckets by number with their span in ``timeline``; sizes where ``trace`` has all of their gradients."""
+    """Buckets by number, with when they were on their lane in ``timeline``; sizes where ``trace`` has all gradients."""
     tensors = {tensor.name: tensor for tensor in trace.tensors} if trace is not None else {}
-    spans = {bucket_number(span.name): span for span in timeline.communication} if timeline else {}
+    spans = {bucket_number(span.name): span for span in timeline.messages} if timeline else {}
     said = timeline.meta.get("world_size") if timeline else None
     ranks = said if isinstance(said, int) and said >= 1 else None
     rows = []

@@ -14,7 +14,7 @@ from anabranch.tools.report.runs import Runs
 from anabranch.tools.report.window import Wait
 from anabranch.values.errors import PlanError
 from anabranch.values.plan import Plan
-from anabranch.values.timeline import COMPUTE, Interval, Span, Timeline, union
+from anabranch.values.timeline import COMPUTE, INSIDE, Interval, Span, Timeline, union
 from anabranch.values.trace import Trace
 
 Predicted = tuple[str, Timeline, Plan, Trace]  # a title, and a step that was simulated
@@ -207,7 +207,8 @@ def _message(
         found.append(_Bar("waiting", (span.start_s, begin_s), words, hover))
     parts = _parts((begin_s, span.end_s), computing)
     exposed_s = sum(end - start for kind, (start, end) in parts if kind == "exposed")
-    times = f"{seconds(begin_s)} to {seconds(span.end_s)}: {seconds(span.end_s - begin_s)}"
+    stage = f"{span.name.rpartition(', ')[2]} inside nodes, " if span.track.startswith(INSIDE) else ""
+    times = f"{stage}{seconds(begin_s)} to {seconds(span.end_s)}: {seconds(span.end_s - begin_s)}"
     bare = f", {seconds(exposed_s)} of it exposed" if exposed_s > 0 else ", all of it hidden"
     hover = chart.hover_text(about, times + bare, *chart.name_lines(names))
     longest = max(parts, key=lambda part: part[1][1] - part[1][0])
