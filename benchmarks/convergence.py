@@ -88,7 +88,8 @@ class ResidualMonitor:
     def step(self, parallel: nn.Module) -> None:
         """To be called after every step."""
         if isinstance(parallel, ab.DataParallel) and parallel._tuner is not None:
-            self._residuals = parallel._tuner.collectives._state.residuals()  # type: ignore[attr-defined]
+            pieces = parallel._tuner.collectives.residuals._states.residuals()
+            self._residuals = {name: piece.values for name, piece in pieces.items()}
         for name, piece in self._residuals.items():
             age = self._ages.setdefault(name, torch.zeros_like(piece))
             age.add_(1.0).mul_(piece != 0)

@@ -1,11 +1,11 @@
 r"""Steps of a transformer that FSDP2 shards inside nodes: stock HSDP and ``ab.replicate`` in turns; prints Markdown.
 
-    anabranch lab --hosts 2 --ranks-per-host 2 --rate 10gbit --backend nccl -- \
-        python -m benchmarks.sharded --inside memory
+    anabranch lab --hosts 2 --ranks-per-host 2 --rate 10gbit --backend nccl --inside memory -- \
+        python -m benchmarks.sharded
 
-Inside a host, messages pass its loopback, or with ``--inside memory`` they are copies in memory: slower and faster than
-the links of a real node (``benchmarks.host_memory``). FSDP2 with a shard on every rank, whose messages go
-around all hosts, passes loopbacks in both.
+Inside a host, messages pass its loopback, or with the lab's ``--inside memory`` they are copies in memory: slower and
+faster than the links of a real node. FSDP2 with a shard on every rank, whose messages go around all hosts, passes
+loopbacks in both.
 
 Every contestant trains its own copy of the model. A step is forward, backward and an SGD update; the time is that of
 the slowest rank. Ratios are medians over rounds of the ratio to HSDP in the same round.
@@ -25,7 +25,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from benchmarks.fidelity_tasks import LENGTH, SYMBOLS, Transformer
-from benchmarks.host_memory import FastHost
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -34,12 +33,10 @@ from torch.nn.functional import cross_entropy
 import anabranch as ab
 from anabranch.fsdp.find_sharding import measure_links
 from anabranch.fsdp.mesh import over_mesh
-from anabranch.observe.measure import SHARDED as SHARDED_COLLECTIVES
 from anabranch.tools.lab.rank_environment import LAB
 
 HSDP, SHARDED, COMPUTING = "HSDP", "FSDP2, a shard on every rank", "nothing between nodes"
 KEPT = "HSDP, kept after forward"
-LOOPBACK, MEMORY = "loopback", "memory"
 KINDS: dict[str, Any] = {
     "replicate": None,
     "replicate, bf16": "bf16",
@@ -61,7 +58,7 @@ def sharded(model: nn.Module, mesh: DeviceMesh, kept: bool) -> nn.Module:
 
 
 def contestant(
-    name: str, build: Callable[[], nn.Module], mesh: DeviceMesh, batch: int, keep: bool, host: FastHost | None
+    name: str, build: Callable[[], nn.Module], mesh: DeviceMesh, batch: int, keep: bool
 ) -> tuple[nn.Module, Callable[[], None]]:
     """A model, and a function that trains one step of it."""
     if name in (HSDP, KEPT):
@@ -70,8 +67,6 @@ def contestant(
         model = sharded(build(), init_device_mesh(mesh.device_type, (dist.get_world_size(),)), keep)
     else:
         model = sharded(build(), mesh["shard"], keep)
-    if host is not None and name != SHARDED:
-        host.apply_to(model)
     if name in KINDS:
         ab.replicate(model, mesh, compress=KINDS[name])
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
@@ -149,7 +144,6 @@ def options_of() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=4, help="of each contestant in a round")
     parser.add_argument("--limit-s", type=float, help="begin no round after so many seconds of training")
     parser.add_argument("--leave-out", choices=(COMPUTING, SHARDED, *KINDS), action="append", default=[])
-    parser.add_argument("--inside", choices=(LOOPBACK, MEMORY), default=LOOPBACK, help="what links inside a host are")
     parser.add_argument(
         "--keep", action="store_true", help="all but HSDP keep parameters after forward; HSDP does both"
     )
@@ -168,9 +162,7 @@ def explanation(name: str, model: nn.Module, step: Callable[[], None]) -> str:
     return f"\n## {name}\n\n```text\n{text}\n```"
 
 
-def predictions(
-    contestants: Mapping[str, tuple[nn.Module, Callable[[], None]]], mesh: DeviceMesh, host: FastHost | None
-) -> dict[str, float]:
+def predictions(contestants: Mapping[str, tuple[nn.Module, Callable[[], None]]], mesh: DeviceMesh) -> dict[str, float]:
     """Milliseconds of a step as simulated, of those that send exactly: from a record of HSDP and measured links."""
     model, step = contestants[HSDP]
     watch = ab.watch(model)
@@ -179,8 +171,7 @@ def predictions(
     trace = watch.trace()
     watch.close()
     trace = trace.with_times(over_mesh(trace.times, mesh, dist.ReduceOp.MAX))
-    inside = SHARDED_COLLECTIVES if host is None else host.collectives()
-    links = measure_links(mesh, torch.device(mesh.device_type), trace.nbytes, inside)
+    links = measure_links(mesh, torch.device(mesh.device_type), trace.nbytes)
     found = {}
     for name in (name for name in (COMPUTING, HSDP, KEPT, "replicate") if name in contestants):
         watch = ab.watch(contestants[name][0])
@@ -204,20 +195,17 @@ def main() -> None:
     numel = sum(parameter.numel() for parameter in build().parameters())
     references = (COMPUTING, HSDP, *([KEPT] if options.keep else []), SHARDED)
     names = [name for name in (*references, *KINDS) if name not in options.leave_out]
-    host = FastHost(mesh.get_group(1), torch.device(device)) if options.inside == MEMORY else None
-    contestants = {name: contestant(name, build, mesh, options.batch, options.keep, host) for name in names}
+    contestants = {name: contestant(name, build, mesh, options.batch, options.keep) for name in names}
     steps = {name: step for name, (_, step) in contestants.items()}
     rounds = in_turns(steps, options, device)
-    predicted_ms = predictions(contestants, mesh, host) if options.predict else {}
+    predicted_ms = predictions(contestants, mesh) if options.predict else {}
     if dist.get_rank() == 0:
         processor = (
             torch.cuda.get_device_name() if device == "cuda" else f"{os.cpu_count()} cores, {platform.machine()}"
         )
         print(f"# A sharded transformer of {numel / 1e6:.0f} million parameters\n")
         print(f"{datetime.now(UTC).date()}, {processor}, torch {torch.__version__}, {os.environ.get(LAB, 'no lab')},")
-        print(f"batch {options.batch} × {LENGTH}; {len(rounds)} rounds of {options.steps} steps each, in turns; "
-              f"inside a host: {options.inside}"
-              f"{f' (but for {SHARDED}: {LOOPBACK})' if host is not None and SHARDED in steps else ''}."
+        print(f"batch {options.batch} × {LENGTH}; {len(rounds)} rounds of {options.steps} steps each, in turns."
               f"{' All but HSDP keep parameters after forward.' if options.keep else ''}\n")  # fmt: skip
         print("| | ms per step | from – to | predicted | HSDP / it |\n|---|---:|---:|---:|---:|")
         for name in steps:

@@ -14,13 +14,15 @@ part() {  # name, seconds, command...
   echo "== $name: exit ${PIPESTATUS[0]} at $((SECONDS - began)) s"
 }
 lab="python3 -m anabranch lab --backend nccl"
-part tests 90 python3 -m pytest -q -s -m gpu -p no:cacheprovider -p no:benchmark tests/fsdp/test_gpu.py
-nodes="$lab --hosts 2 --ranks-per-host 2 --rate 10gbit --timeout 105 -- python3 -m benchmarks.sharded --rounds 5 --steps 3 --limit-s 30"
+part tests 90 python3 -m pytest -q -s -m gpu -p no:cacheprovider -p no:benchmark tests/fsdp/test_gpu.py tests/tools/lab/test_gpu.py
+nodes() {  # memory or loopback
+  echo $lab --hosts 2 --ranks-per-host 2 --rate 10gbit --inside $1 --timeout 105 -- python3 -m benchmarks.sharded --rounds 5 --steps 3 --limit-s 30
+}
 for name in "FSDP2, a shard on every rank" "replicate, bf16"; do out+=(--leave-out "$name"); done
-part nodes_memory 90 $nodes --inside memory --predict "${out[@]}"
-part nodes_memory_kept 70 $nodes --inside memory --keep "${out[@]}"
+part nodes_memory 90 $(nodes memory) --predict "${out[@]}"
+part nodes_memory_kept 70 $(nodes memory) --keep "${out[@]}"
 part gpt2 75 $lab --hosts 4 --rate 10gbit --timeout 70 -- \
   python3 -m benchmarks.sharding --model gpt2 --trial-rounds 1 --rounds 5 --steps 2 --limit-s 22
 part resnet50 45 $lab --hosts 4 --rate 25gbit --timeout 42 -- \
   python3 -m benchmarks.sharding --model resnet50 --trial-rounds 2 --rounds 5 --steps 3 --limit-s 8
-part nodes_loopback 80 $nodes --predict "${out[@]}"
+part nodes_loopback 80 $(nodes loopback) --predict "${out[@]}"

@@ -32,6 +32,7 @@ from anabranch.exchange.compression import (
 )
 from anabranch.exchange.groups import USE_A_TORCH_GROUP, is_in_python, no_clone_reason
 from anabranch.exchange.model_parameters import model_parts
+from anabranch.exchange.nodes import GivenNodes
 from anabranch.exchange.residuals.momentum import check_shareable, share_momentum
 from anabranch.tuning.options import DEFAULT_POLICY, Planner, TuningOptions, TuningPolicy
 from anabranch.tuning.tuned_model import CLOSED, Tuned
@@ -57,6 +58,8 @@ class DataParallel(Tuned, ExtensibleDDP):
     planner: a name from ``anabranch.planning`` or a function (trace, network) -> Plan.
     plan: run this plan, or the plan in this file, whatever its step time. network: use this instead of measuring.
     lanes: the maximum number of simultaneous messages; None tries two if the measurement predicts a gain.
+    nodes: "auto" finds out which ranks share a machine, and tries exchanges that sum inside it before they use its
+    network card; a number: of ranks per node, in order; False: every rank exchanges with all others.
     compress: "bf16" and "int8" round what is sent, and add in float32; "int4" also keeps its rounding errors for the
     next step; Quantised(...) says how they round; OkTopk(...) sends the largest values and keeps the rest as residual;
     each is used only if it is faster. "auto", Auto(...) or a list of kinds: per bucket the most faithful kind that
@@ -86,6 +89,7 @@ class DataParallel(Tuned, ExtensibleDDP):
         plan: Plan | str | os.PathLike[str] | None = None,
         network: Network | None = None,
         lanes: int | None = None,
+        nodes: GivenNodes = "auto",
         compress: Compress = None,
         profile_steps: int = 6,
         policy: TuningPolicy = DEFAULT_POLICY,
@@ -95,7 +99,7 @@ class DataParallel(Tuned, ExtensibleDDP):
     ) -> None:
         check_unwrapped(module, Tuned)
         compress = settings_of(compress)
-        tuning = TuningOptions(planner, plan, network, lanes, profile_steps, cache=cache, policy=policy)
+        tuning = TuningOptions(planner, plan, network, lanes, profile_steps, cache=cache, policy=policy, nodes=nodes)
         given = _arguments_of_ddp(self, module, *args, **options)
         group = _group_of(given)
         reason = no_clone_reason(group) if group is not None else "there is no process group"  # DDP's own error

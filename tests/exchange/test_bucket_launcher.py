@@ -16,6 +16,7 @@ from exchange.fake_exchanges import EighthsExchanges
 from ranks import on_ranks
 
 PLAN = Plan((Bucket(("a", "b")), Bucket(("c",), 1, "eighths"), Bucket(("d",))))
+NUMELS = dict.fromkeys("abcd", 4)  # which only two-level exchanges look at
 
 
 class RecordingLane:
@@ -23,6 +24,7 @@ class RecordingLane:
 
     def __init__(self, group: Group, number: int, log: list[str]) -> None:
         self.group = group
+        self.nodes = None
         self._number = number
         self._log = log
 
@@ -32,7 +34,7 @@ class RecordingLane:
         done: Future[torch.Tensor] = Future()
         done.set_result(message.result)
         if message.on_end is not None:
-            message.on_end([])
+            message.on_end([], True)
         return done
 
     def close(self, timeout_s: float) -> bool:
@@ -62,10 +64,10 @@ def launches(rank: int) -> list[str]:
     timed = False
 
     def mark(index: int) -> EndMarker | None:
-        return (lambda works: log.append(f"bucket {index} ended with {works}")) if timed else None
+        return (lambda works, is_last: log.append(f"bucket {index} ended with {works}, {is_last}")) if timed else None
 
     launcher = BucketLauncher(
-        PLAN, lanes, Collectives(RecordingExchanges(log)), mark, lambda: log.append("before the first")
+        PLAN, lanes, Collectives(RecordingExchanges(log)), NUMELS, mark, lambda: log.append("before the first")
     )
     for index in range(3):
         launcher.launch(index, torch.zeros(index + 1))
@@ -88,7 +90,7 @@ def test_buckets_are_launched_in_order_each_on_its_lane() -> None:
             "before the first",
             "exchange a+b of 1 / 3",
             "lane 0: bucket 0 of 3 (2 gradients to b, dense on lane 0)",
-            "bucket 0 ended with []",
+            "bucket 0 ended with [], True",
         ]
 
 
@@ -100,9 +102,9 @@ def averages(rank: int) -> dict[str, Any]:
     ended: list[int] = []
 
     def mark(index: int) -> EndMarker:
-        return lambda works: ended.append(index) if works else None
+        return lambda works, is_last: ended.append(index) if works and is_last else None
 
-    launcher = BucketLauncher(PLAN, lanes, Collectives(EighthsExchanges(), DenseExchanges()), mark)
+    launcher = BucketLauncher(PLAN, lanes, Collectives(EighthsExchanges(), DenseExchanges()), NUMELS, mark)
     results = []
     for divisor in (None, lambda: 1):
         launcher.divisor = divisor

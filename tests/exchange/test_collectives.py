@@ -1,6 +1,7 @@
 """Collectives: a plan may mix families bucket by bucket, and what is kept between steps has one owner."""
 
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import pytest
@@ -8,12 +9,17 @@ import torch
 import torch.distributed as dist
 
 from anabranch import Bucket, Plan
+from anabranch.exchange import error_samples
 from anabranch.exchange.bucket_launcher import BucketLauncher
 from anabranch.exchange.collectives import Collectives
+from anabranch.exchange.compression import collectives_for, probe_of
 from anabranch.exchange.dense import DenseExchanges, dense, dense_traffic
+from anabranch.exchange.error_samples import ErrorSamples
 from anabranch.exchange.lanes import Lanes
 from anabranch.exchange.quantised.exchange import QuantisedExchanges
-from anabranch.values.kinds.options import Quantised
+from anabranch.observe.measure import drive
+from anabranch.values.kinds.options import Auto, OkTopk, Quantised
+from anabranch.values.nodes import Nodes
 from exchange.fake_exchanges import EighthsExchanges, RecordingResiduals, eighths
 from ranks import on_ranks
 
@@ -28,7 +34,7 @@ def mixed_families(rank: int) -> dict[str, Any]:
     lanes.grow(MIXED.lanes)
     family = EighthsExchanges()
     collectives = Collectives(family, QuantisedExchanges(), DenseExchanges())
-    launcher = BucketLauncher(MIXED, lanes, collectives, lambda _: None)
+    launcher = BucketLauncher(MIXED, lanes, collectives, dict.fromkeys("abcd", 5), lambda _: None)
     buffers = [torch.full((5,), VALUE * (1 + rank)) for _ in MIXED.buckets]
     futures = [launcher.launch(index, buffer) for index, buffer in enumerate(buffers)]
     averages = [future.wait().tolist() for future in futures]
@@ -97,3 +103,55 @@ def test_a_plan_and_the_end_reach_the_residuals() -> None:
     collectives.residuals.use_plan(None)
     collectives.close()
     assert residuals.calls == ["use_plan 4", "use_plan None", "close"]
+
+
+NODES, SHARE = Nodes.of_size(4, 2), 500  # elements of each place, of 1000
+KINDS = ("dense", "bf16", "int8", "int4", "oktopk:0.3")
+
+
+def between_nodes(rank: int) -> dict[str, Any]:
+    """The middle stage of two-level buckets: this rank's share, exchanged with its place on the other node."""
+    error_samples.FIRST, error_samples.PERIOD = -9, 1  # every exchange is sampled
+    groups = [dist.new_group(list(place)) for place in NODES.places]
+    group, world = groups[NODES.place_of(rank)], dist.group.WORLD
+    assert world is not None and isinstance(group, dist.ProcessGroup)
+    parameters = {kind: torch.zeros(20, 50) for kind in KINDS}
+    options = Auto(kinds=KINDS[1:], oktopk=OkTopk(warmup_steps=0))
+    collectives = collectives_for(options, parameters, world, lambda: True, nodes=NODES)
+    plan = Plan(tuple(Bucket((kind,), 0, f"{kind}@nodes") for kind in KINDS))
+    samples = ErrorSamples(plan, collectives.residuals)
+    found: dict[str, Any] = {"keeps": [kind for kind in KINDS if collectives.residuals.keeps(f"{kind}@nodes")]}
+    for index, bucket in enumerate(plan.buckets):
+        given = torch.randn(SHARE, generator=torch.Generator().manual_seed(rank))
+        average, family = given.clone(), collectives.family(bucket.collective)
+        steps = family.steps(bucket, average, group, 4.0)
+        if samples.due(index):
+            steps = samples.sampled(steps, index, average, group, 4.0)
+        drive(steps)
+        state = collectives.residuals.of(bucket)
+        offered = given.double() - (state.residual if state is not None else 0.0)
+        dist.all_reduce(offered, group=group)
+        traffic = collectives.traffic(bucket, SHARE, torch.float32, 2)
+        assert traffic is not None and collectives.supports(bucket.collective, torch.float32)
+        found[KINDS[index]] = {"average": average, "offered": offered / 4, "sent": traffic.sent_nbytes}
+        drive(probe_of(bucket.collective)(torch.ones(64), group, 2.0))
+    found["errors"] = {bucket.collective: error for bucket, error in samples.relative_errors().items()}
+    found["excluded"] = {kind: sorted(names) for kind, names in collectives.excluded.items()}
+    collectives.close()
+    return found
+
+
+def test_two_level_kinds_are_those_between_nodes_of_a_share() -> None:
+    answers = on_ranks(between_nodes, 4)
+    for (one, other), kind in product(zip(answers[:2], answers[2:], strict=True), KINDS):
+        assert torch.equal(one[kind]["average"], other[kind]["average"]), "the same bits on all nodes"
+        error = (one[kind]["average"] - one[kind]["offered"]).norm() / one[kind]["offered"].norm()
+        assert error < (0.02 if kind in ("bf16", "int8") else 1e-5), "what was not sent is kept"
+    assert not torch.equal(answers[0]["int4"]["average"], answers[1]["int4"]["average"])
+    for answer in answers:
+        assert answer["keeps"] == ["int4", "oktopk:0.3"]
+        sent = [answer[kind]["sent"] for kind in KINDS]
+        assert sent[0] == 4 * SHARE and sent[0] > sent[1] > sent[2] > sent[3] > 0
+        assert answer["errors"].keys() == {f"{kind}@nodes" for kind in KINDS[1:]}
+        assert answer["errors"]["int8@nodes"] < 0.02 < answer["errors"]["int4@nodes"]
+        assert answer["excluded"]["int4@nodes"] == answer["excluded"]["int4"]

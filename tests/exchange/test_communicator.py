@@ -28,7 +28,7 @@ def one_after_another(rank: int) -> dict[str, Any]:
         for number in range(STEPS):
             gradient = gradients(world_size, NUMEL, number)[rank]
             steps = exchange(gradient, state, comm, float(world_size), DENSITY)
-            lanes[0].submit(Message(steps, gradient, name)).wait()
+            lanes[0].submit(Message([steps], gradient, name)).wait()
         found[name] = [gradient, state.residual, state.boundaries]
     lanes.close()
     return found

@@ -33,8 +33,8 @@ def alive() -> list[str]:
     return sorted(thread.name for thread in threading.enumerate() if thread.name.startswith("anabranch-lane"))
 
 
-def _note(ended: list[int], number: int, works: list[dist.Work]) -> None:
-    assert works
+def _note(ended: list[int], number: int, works: list[dist.Work], is_last: bool) -> None:
+    assert works and is_last
     ended.append(number)
 
 
@@ -48,7 +48,7 @@ def many_messages(rank: int, lanes: int) -> dict[str, Any]:
         lane = number % lanes
         buffer = torch.full((1 + 997 * (number % 7),), float(number + rank))
         on_end = partial(_note, ended[lane], number)
-        message = Message(dense(buffer, made[lane].group, 2), buffer, f"message {number}", on_end)
+        message = Message([dense(buffer, made[lane].group, 2)], buffer, f"message {number}", on_end)
         futures.append(made[lane].submit(message))
         if number % 10 == rank:
             time.sleep(0.01)
@@ -82,12 +82,12 @@ def failure(rank: int) -> dict[str, Any]:
     made = Lanes(world(), CPU)
     made.grow(1)
     lane, buffer = made[0], torch.ones(3)
-    first = lane.submit(Message(breaking(buffer, lane.group), buffer, "the first message"))
+    first = lane.submit(Message([breaking(buffer, lane.group)], buffer, "the first message"))
     messages = []
     with pytest.raises(RuntimeError) as caught:
         first.wait()
     messages.append(str(caught.value))
-    for attempt in (lambda: lane.submit(Message(dense(buffer, lane.group, 1), buffer, "another")), made.check):
+    for attempt in (lambda: lane.submit(Message([dense(buffer, lane.group, 1)], buffer, "another")), made.check):
         with pytest.raises(CollectiveError) as refused:
             attempt()
         messages.append(str(refused.value))
@@ -116,7 +116,7 @@ def stalled(rank: int) -> dict[str, Any]:
         made.close()
         return {}
     buffer = torch.ones(3)
-    future = made[1].submit(Message(dense(buffer, made[1].group, 1), buffer, "bucket 7"))
+    future = made[1].submit(Message([dense(buffer, made[1].group, 1)], buffer, "bucket 7"))
     with pytest.raises(RuntimeError, match="bucket 7 did not get through"):
         future.wait()
     made.close()
@@ -139,10 +139,10 @@ def memory(rank: int) -> bool:
     made.grow(1)
     buffer = torch.ones(1000)
     gone = weakref.ref(buffer)
-    made[0].submit(Message(dense(buffer, made[0].group, 2), buffer, "one")).wait()
+    made[0].submit(Message([dense(buffer, made[0].group, 2)], buffer, "one")).wait()
     for _ in range(70):  # works are held for a while, and a work holds its tensor
         small = torch.ones(1)
-        made[0].submit(Message(dense(small, made[0].group, 2), small, "small")).wait()
+        made[0].submit(Message([dense(small, made[0].group, 2)], small, "small")).wait()
     del buffer, small
     gc.collect()
     made.close()
@@ -172,7 +172,7 @@ def stuck(rank: int) -> list[float]:
     made = Lanes(world(), CPU)
     made.grow(4)
     for number in range(4):
-        made[number].submit(Message(waits(), torch.ones(1), "a message that does not end"))
+        made[number].submit(Message([waits()], torch.ones(1), "a message that does not end"))
     made.close(timeout_s=1.0)
     release.set()
     return waited
@@ -191,7 +191,7 @@ def test_closing_from_its_own_thread_does_not_wait_for_itself() -> None:
 
     answers: list[bool] = []
     lane = HostLane(None, "anabranch-lane-test", [])  # type: ignore[arg-type]
-    lane.submit(Message(closing(), torch.ones(1), "closes its lane")).wait()
+    lane.submit(Message([closing()], torch.ones(1), "closes its lane")).wait()
     assert answers == [False]
     assert lane.close(60.0)
 

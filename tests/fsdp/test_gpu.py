@@ -24,7 +24,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from benchmarks.host_memory import FastHost
 from torch import nn
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
@@ -35,7 +34,6 @@ import anabranch as ab
 from anabranch.exchange.agreement import from_all_ranks
 from anabranch.fsdp import find_sharding as sharding_trial
 from anabranch.fsdp.shard import no_groups_reason
-from anabranch.observe.measure import drive
 from anabranch.tools.cli.ranks import join
 from fsdp.small_model import weights
 from gpu import ON_GPU, no_waiting
@@ -89,7 +87,6 @@ class Program:
             "units": self.units,
             "resume": self.resume,
             "scaler": self.scaler,
-            "memory": self.memory,
             "planned": partial(self.found, self.all, None),
             "planned_nodes": partial(self.found, self.mesh, "int8"),
         }
@@ -279,23 +276,6 @@ class Program:
         replication.close()
         return {"scales": scales, "finite": finite, "agree": agree}
 
-    def memory(self) -> dict[str, Any]:
-        """Links inside a host that are copies in the memory of its GPU, beside those of the process group."""
-        host = FastHost(self.mesh.get_group(1), self.device)
-        models = [self.sharded(self.mesh) for _ in range(2)]
-        host.apply_to(models[1])
-        losses = [self.train(model, range(8)) for model in models]
-        self.step_unwaited(models[1])
-        inside = self.mesh.get_group(1)
-        buffer = torch.full((1 << 24,), float(inside.rank()), device=self.device)
-        gather, reduce = host.collectives().values()
-        drive(gather(buffer, inside, 1.0))
-        gathered = [bool((part == rank).all()) for rank, part in enumerate(buffer.chunk(inside.size()))]
-        buffer.fill_(float(inside.rank()))
-        drive(reduce(buffer, inside, 1.0))
-        own = buffer.chunk(inside.size())[inside.rank()]
-        return {"losses": losses, "gathered": gathered, "reduced": bool((own == (inside.size() - 1) / 2).all())}
-
     def found(self, mesh: DeviceMesh, compress: str | None) -> dict[str, Any]:
         """A search for units, and a model in those that it found."""
         batch = self.batch(0)
@@ -401,12 +381,6 @@ def test_a_run_resumes_bit_by_bit(found: Found) -> None:
 def test_a_loss_scaler_skips_on_all_ranks(found: Found) -> None:
     for result in ranks(found, "scaler"):
         assert result["scales"] == [256.0, 256.0, 256.0, 128.0, 128.0] and result["finite"] and result["agree"]
-
-
-def test_links_inside_a_host_can_be_copies_in_its_memory(found: Found) -> None:
-    for result in ranks(found, "memory"):
-        assert result["losses"][0] == result["losses"][1]
-        assert result["gathered"] == [True, True] and result["reduced"]
 
 
 @pytest.mark.parametrize("name", ["planned", "planned_nodes"])

@@ -16,12 +16,15 @@ from anabranch import Network
 from anabranch.exchange.compression import probe_of
 from anabranch.exchange.groups import clone_group
 from anabranch.exchange.interface import Group
+from anabranch.exchange.lanes import Lanes
+from anabranch.exchange.two_level import stage_probes
 from anabranch.observe import measure as module
 from anabranch.observe.clock import HostClock
 from anabranch.observe.environment import NETWORK_NOTE
 from anabranch.observe.measure import measure
 from anabranch.values.files import dumps
 from anabranch.values.network import ALL_GATHER, REDUCE_SCATTER
+from anabranch.values.nodes import Nodes
 from ranks import on_ranks
 
 CPU = torch.device("cpu")
@@ -100,6 +103,63 @@ def test_all_gather_and_reduce_scatter_by_the_bytes_of_the_whole_tensor() -> Non
     for kind in (ALL_GATHER, REDUCE_SCATTER):
         sizes = [nbytes for nbytes, seconds, _ in first["curves"][kind] if seconds > 0]
         assert sizes == [nbytes // 12 * 12 for nbytes in dense]
+
+
+def on_nodes(rank: int) -> dict[str, Any]:
+    """Two nodes of two ranks: two kinds flat and on two levels, and all-gathers, which have one level."""
+    assert dist.group.WORLD is not None
+    lanes = Lanes(dist.group.WORLD, CPU)
+    lanes.grow(1)
+    lanes.use_nodes(Nodes(((0, 2), (1, 3))), [0])
+    timed = {"dense": probe_of("dense"), "int8": probe_of("int8"), ALL_GATHER: module.SHARDED[ALL_GATHER]}
+    network = quietly(lanes.groups[:1], CPU, 1 << 14, 0.2, timed, nodes=lanes[0].nodes)
+    lanes.close()
+    inside = network.inside
+    assert inside is not None
+    stages = [[(point.nbytes, point.seconds) for point in curve.points] for curve in (inside.scatter, inside.gather)]
+    return {**facts_of(network), "per_node": inside.ranks_per_node, "stages": stages}
+
+
+@pytest.mark.slow
+def test_two_levels_are_measured_by_the_bytes_of_the_whole_bucket() -> None:
+    first, *others = on_ranks(on_nodes, 4)
+    assert all(other["text"] == first["text"] for other in others)
+    assert set(first["curves"]) == {"dense", "int8", ALL_GATHER, "dense@nodes", "int8@nodes"}
+    assert first["per_node"] == 2
+    sizes = [1 << k for k in range(10, 15)]
+    for kind in ("dense", "int8", "dense@nodes", "int8@nodes"):
+        assert [nbytes for nbytes, _, _ in first["curves"][kind]] == sizes
+    for stage in first["stages"]:
+        assert [nbytes for nbytes, _ in stage] == sizes and all(seconds > 0 for _, seconds in stage)
+
+
+def probed(rank: int) -> dict[str, list[Any]]:
+    """What the exchanges for timing do to a buffer, of every size from one element."""
+    assert dist.group.WORLD is not None
+    lanes = Lanes(dist.group.WORLD, CPU)
+    lanes.grow(1)
+    lanes.use_nodes(Nodes.of_size(4, 2), [0])
+    groups = lanes[0].nodes
+    assert groups is not None
+    probes = stage_probes({"dense": probe_of("dense")}, groups)
+    found: dict[str, list[Any]] = {name: [] for name in probes}
+    for numel in (1, 2, 5):
+        for name, probe in probes.items():
+            buffer = torch.arange(numel) + 10.0 * rank
+            module.drive(probe(buffer, lanes[0].group, 2.0))
+            found[name].append(buffer.tolist())
+    lanes.close()
+    return found
+
+
+def test_what_is_timed_on_two_levels_sends_what_training_sends() -> None:
+    first, second, third, _ = on_ranks(probed, 4)
+    assert list(first) == ["scatter", "gather", "dense@nodes"]
+    # The mean, over a node, of its rank's half; both halves, of whole ones; and half a bucket between ranks 0 and 2.
+    assert first["scatter"][2] == [5.0, 6.0, 2.0, 3.0, 4.0] and second["scatter"][2] == [7.0, 8.0, 12.0, 13.0, 14.0]
+    assert first["gather"][2] == [*second["gather"][2][:4], 4.0] == [0.0, 1.0, 10.0, 11.0, 4.0]
+    assert first["dense@nodes"][2] == [10.0, 11.0, 2.0, 3.0, 4.0] and third["dense@nodes"][2][:2] == [10.0, 11.0]
+    assert first["dense@nodes"][0] == [10.0], "a bucket of one element, too"
 
 
 def gathered_and_scattered(rank: int) -> list[list[float]]:

@@ -5,11 +5,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.autograd import Variable
 
+from anabranch import Bucket, Plan
 from anabranch.observe.clock import HostClock
-from anabranch.observe.step_timer import StepMarks, StepObserver, StepTimer, tensors_in
+from anabranch.observe.step_timer import StepMarks, StepObserver, StepTimer, tensors_in, timeline_of
 
 
 def test_tensors_in_what_a_model_returns() -> None:
@@ -182,6 +184,47 @@ def test_buckets_are_marked_only_inside_a_step_while_that_is_wanted() -> None:
         mark_end = timer.mark_bucket(0)
         assert mark_end is not None
     assert timer.mark_bucket(1) is None
+
+
+def test_the_end_of_each_stage_is_marked_also_of_one_without_works() -> None:
+    timer, work = StepTimer(HostClock()), dist.Work()
+    with timer.bucket_timing():
+        timer.forward_begins()
+        step = timer._current
+        assert step is not None
+        stage_over, flat_over = timer.mark_bucket(0), timer.mark_bucket(1)
+        assert stage_over is not None and flat_over is not None
+        stage_over([work], False)
+        flat_over([work], True)
+        stage_over([], False)  # the share was empty
+        assert [index for index, _, _ in step.buckets] == [1], "a bucket is there when it is over"
+        stage_over([work], True)
+    (_, _, one), (index, _, three) = step.buckets
+    assert index == 0 and len(one) == 1 and len(three) == 3
+    assert three[0] == three[1] and float(str(three[1])) <= float(str(three[2]))
+
+
+def test_stages_wait_for_the_one_before_and_for_their_turn() -> None:
+    """Two two-level buckets and a flat one on one lane, and one more on another."""
+    kinds = ("dense@nodes", "int8@nodes", "dense", "dense@nodes")
+    plan = Plan(tuple(Bucket((str(number),), number // 3, kind) for number, kind in enumerate(kinds)))
+    ends = [[3.0, 5.0, 6.0], [4.0, 8.0, 8.5], [9.0], [3.0, 4.0, 5.0]]
+    launches = (1.0, 2.0, 2.5, 2.5)
+    step = StepMarks(0.0, 0.0, 3.0, 10.0, [(i, launches[i], list[object](ends[i])) for i in (3, 0, 2, 1)])
+    spans = timeline_of(step, plan, HostClock()).communication
+    assert [(span.track, span.start_s, span.end_s) for span in spans] == [
+        ("inside 0", 1.0, 3.0),
+        ("lane 0", 3.0, 5.0),
+        ("inside 0", 5.0, 6.0),
+        ("inside 0", 3.0, 4.0),
+        ("lane 0", 5.0, 8.0),
+        ("inside 0", 8.0, 8.5),
+        ("lane 0", 8.0, 9.0),
+        ("inside 1", 2.5, 3.0),
+        ("lane 1", 3.0, 4.0),
+        ("inside 1", 4.0, 5.0),
+    ]
+    assert [span.name.rpartition(", ")[2] for span in spans if span.track == "inside 1"] == ["scatter", "gather"]
 
 
 def test_frozen_parameters_are_not_timed_and_an_error_leaves_no_hook() -> None:

@@ -2,7 +2,7 @@
 
 import copy
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from tempfile import TemporaryDirectory
@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from anabranch import DataParallel
 from parallel.twins import SCENARIOS, WIDTH, Model, batch, close, dtypes_of, ring, scatter, scattered, stage_of, state
+from ranks import group_timeout
 
 STEPS = 24  # a doubtful win is repeated within them
 STEPS_TO_CACHE = 40  # of the first start: a choice is kept once a doubtful win was repeated
@@ -174,7 +175,7 @@ def train(model: Model, case: Case, count: int) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
     for step in range(count):
         one_step(model, optimizer, case, step)
-        dist.barrier()  # nobody waits for delayed all-reduces; a barrier waits for all that was begun
+        dist.barrier(model.process_group)  # nobody waits for delayed all-reduces; it waits for all that was begun
         optimizer.step()
     if case.joins:
         with model.join():
@@ -220,7 +221,9 @@ def loss_of(model: Model, case: Case, step: int) -> torch.Tensor:
     return loss
 
 
-def outcome(case: Case, seed: int, wrap: Callable[[nn.Module, dict[str, Any]], Model]) -> dict[str, Any]:
+def outcome(
+    case: Case, seed: int, group: dist.ProcessGroup, wrap: Callable[[nn.Module, dict[str, Any]], Model]
+) -> dict[str, Any]:
     """The error's type, if there was one, the state after training, and what explain() said of each start."""
     torch.manual_seed(seed)
     module = Mixture(case.parts, case.checkpointed)
@@ -232,7 +235,7 @@ def outcome(case: Case, seed: int, wrap: Callable[[nn.Module, dict[str, Any]], M
             hook(module, seen)
         model = None
         try:
-            model = wrap(module, options_for(module, case))
+            model = wrap(module, {**options_for(module, case), "process_group": group})
             train(model, case, STEPS_TO_CACHE if start + 1 < case.starts else STEPS)
         except Exception as caught:
             found["error"] = f"{type(caught).__name__} {caught}"
@@ -257,7 +260,17 @@ def options_for(module: Mixture, case: Case) -> dict[str, Any]:
     return {**dict(case.options), "delay_all_reduce_named_params": named, "param_to_hook_all_reduce": hooked}
 
 
-def compared(seed: int) -> tuple[list[str], bool]:
+def two_groups() -> list[dist.ProcessGroup]:
+    """Groups for ``compared``: stock DDP's and ours, whose timeouts, one after the other, pass within a launch's.
+
+    Where DDP has an error on one rank alone, the other waits until the timeout, and Gloo's group is of no use then. So
+    it is with reentrant checkpoints and a second forward on rank 0, whose backward has a gradient twice.
+    """
+    groups = [dist.new_group(timeout=group_timeout() / 4) for _ in range(2)]
+    return [group for group in groups if isinstance(group, dist.ProcessGroup)]
+
+
+def compared(seed: int, groups: Sequence[dist.ProcessGroup]) -> tuple[list[str], bool]:
     """What differs in the case of this seed between DDP and DataParallel, and whether DDP failed.
 
     After a failure there may be all-reduces that nobody waits for: the next case needs fresh processes.
@@ -279,11 +292,11 @@ def compared(seed: int) -> tuple[list[str], bool]:
             **options,
         )
 
-    theirs = outcome(case, seed, lambda module, options: DistributedDataParallel(module, **options))
+    theirs = outcome(case, seed, groups[0], lambda module, options: DistributedDataParallel(module, **options))
     with TemporaryDirectory() as folder:
-        found = outcome(case, seed, ours)
+        found = outcome(case, seed, groups[1], ours)
     apart = []
-    if theirs["error"].split(" ")[0] != found["error"].split(" ")[0]:
+    if _kind(theirs["error"]) != _kind(found["error"]):
         apart.append(f"error {found['error']!r}, not {theirs['error']!r}")
     elif theirs["error"]:
         pass  # weights depend on whether all-reduces have ended that nobody waited for
@@ -295,6 +308,11 @@ def compared(seed: int) -> tuple[list[str], bool]:
         apart += _unplanned(case, found)
         apart += [f"{name} differs" for name, tensor in tensors if not close(tensor, found["state"][name], 0.0)]
     return [f"seed {seed}: {what}; {case.text}" for what in apart[:2]], bool(theirs["error"])
+
+
+def _kind(error: str) -> str:
+    """The error's type; Gloo's RuntimeError may be a CollectiveError here."""
+    return error.split(" ")[0].replace("CollectiveError", "RuntimeError")
 
 
 def _unplanned(case: Case, found: dict[str, Any]) -> list[str]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from parallel.fuzz import LOSSES, PARTS, STEP_S, compared, drawn
+from parallel.fuzz import LOSSES, PARTS, STEP_S, compared, drawn, two_groups
 from ranks import on_ranks
 from tuning.given_times import give_times
 
@@ -22,8 +22,9 @@ def some_cases(rank: int, first: int, last: int) -> list[Any]:
     """The first case that was not run, and what differed in those before it."""
     warnings.simplefilter("ignore")  # torch has many about these arguments
     give_times(lambda plan: STEP_S[plan is not None])
+    groups = two_groups()
     for seed in range(first, last):
-        apart, failed = compared(seed)
+        apart, failed = compared(seed, groups)
         if apart or failed:
             return [seed + 1, apart]
     return [last, []]

@@ -59,7 +59,7 @@ def test_collectives_on_a_stream_lane(device: torch.device, kind: str) -> None:
         buffer = torch.randn(10_001, device=device)
         expected = buffer.clone() if kind == "dense" else buffer.to(torch.bfloat16).float()
         steps = probe_of(kind)(buffer, lanes[lane].group, 1)
-        result = lanes[lane].submit(Message(steps, buffer, "a test")).wait()
+        result = lanes[lane].submit(Message([steps], buffer, "a test")).wait()
         torch.testing.assert_close(result, expected, rtol=0, atol=0)
     lanes.close()
 
@@ -80,7 +80,8 @@ def test_an_exchange_that_computes_runs_on_one_stream(device: torch.device, kind
     # Made here: the probe of int4 fills its residual on the current stream.
     exchanges = [probe_of(kind)(buffer, lanes[0].group, 1) for buffer in buffers]
     messages = [
-        Message(steps, buffer, "a test", on_side_stream=True) for steps, buffer in zip(exchanges, buffers, strict=True)
+        Message([steps], buffer, "a test", on_side_stream=True)
+        for steps, buffer in zip(exchanges, buffers, strict=True)
     ]
     lanes[0].submit(messages[0]).wait()  # compiles kernels
     torch.cuda.synchronize()
@@ -117,7 +118,8 @@ def test_a_plan_runs_on_nccl_as_ddp_does(device: torch.device) -> None:
     timing = ExitStack()
     timing.enter_context(timer.bucket_timing())
     timing.enter_context(timer.attached(ddp))
-    launcher = BucketLauncher(plan, lanes, Collectives(DenseExchanges()), timer.mark_bucket)
+    numels = {name: parameter.numel() for name, parameter in reduced_parameters(ddp).items()}
+    launcher = BucketLauncher(plan, lanes, Collectives(DenseExchanges()), numels, timer.mark_bucket)
     relayout(ddp, plan.indices(names), PlanHook(launcher, lambda lane: None).run)
     for _ in range(4):
         inputs = torch.randn(32, 256, device=device)

@@ -1,6 +1,7 @@
 """join() with uneven inputs, against DDP: ranks that have run out of data take part in planned collectives."""
 
 from contextlib import AbstractContextManager
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -9,8 +10,10 @@ import torch.distributed as dist
 from torch import nn
 
 from anabranch import DataParallel
-from parallel.twins import WIDTH, Feature, Model, batch, bits, different, mlp, plain_train, scatter, twins
-from ranks import cases_on_ranks, on_ranks
+from anabranch.exchange.groups import backend_of
+from anabranch.values.errors import CollectiveError
+from parallel.twins import WIDTH, Feature, Model, batch, bits, different, dtypes_of, mlp, plain_train, scatter, twins
+from ranks import cases_on_ranks, group_timeout, on_ranks
 
 
 def normed() -> nn.Module:
@@ -102,6 +105,27 @@ def test_divides_by_the_ranks_that_remain_if_asked_to() -> None:
         for seen in found[f"{(collective, divide)}"][1:]:
             expected = 2 / 3 if divide else 1.0
             assert seen == pytest.approx([expected] * 5, rel=1e-2 if collective == "bf16" else 1e-6)
+
+
+def uncounted(rank: int) -> str:
+    """What rank 0, which has no inputs, is told when rank 1 begins a step and stops before ranks are counted."""
+    group = dist.new_group(timeout=group_timeout())
+    assert isinstance(group, dist.ProcessGroup)
+    module = mlp()
+    model = DataParallel(module, process_group=group, plan=scatter(dtypes_of(module)))
+    model(batch(0)).sum().backward()
+    backend_of(group, "cpu").set_timeout(timedelta(seconds=1))
+    if rank == 1:
+        dist.all_reduce(torch.ones(1), group=group)  # says that it has an input, as the begin of its forward would
+        return ""
+    with pytest.raises(CollectiveError) as failed, join(model, False):
+        pass
+    return str(failed.value)
+
+
+def test_a_rank_that_is_not_counted_is_an_error_with_advice() -> None:
+    said, _ = on_ranks(uncounted, 2)
+    assert "could not count those that have inputs left" in said and "look for the first error among all ranks" in said
 
 
 def evaluate_then_train(rank: int) -> list[str]:

@@ -225,7 +225,7 @@ def close(expected: object, found: object, tolerance: float) -> bool:
         return False
     if tolerance == 0:
         return bits(expected) == bits(found) or torch.equal(expected.nan_to_num(), found.nan_to_num())
-    if not expected.dtype.is_floating_point:
+    if not (expected.dtype.is_floating_point or expected.dtype.is_complex):
         return torch.equal(expected, found)
     return torch.allclose(expected, found, rtol=tolerance, atol=tolerance, equal_nan=True)
 

@@ -26,14 +26,13 @@ BARE = {
 # How errors of Gloo and of torch's stores begin: with a place of their source, or with such words.
 RAW = re.compile(
     r"\[[^\]\s]*(gloo|\.(cc|cpp|hpp|h):\d+)[^\]]*\]|Gloo \w+ failed|Connection (closed|reset|refused)|Broken pipe"
-    r"|(Socket |wait )?time(d )?out|Rank \d+ (failed|successfully)|failed to (recv|send|connect)",
+    r"|(Socket |wait |Application )?time(d )?out|Rank \d+ (failed|successfully)|failed to (recv|send|connect)",
     re.IGNORECASE,
 )
-# DDP itself sends buffers and the order of its own buckets in a forward, and in backward those buckets and, inside
-# join(), how many ranks take part. What fails there is DDP's: our own messages in a backward run on lanes.
-DDPS_OWN = re.compile(
-    r"distributed\.py:\d+ in (_pre_forward|_distributed_broadcast_coalesced)|graph\.py:\d+ in _engine_run_backward"
-)
+# Where errors of messages that DDP itself sends are raised: in a forward those of buffers and of the order of its own
+# buckets, and in a backward in which it sends (``ddp_sends_in_backward`` of the error).
+DDPS_IN_FORWARD = re.compile(r"distributed\.py:\d+ in (_pre_forward|_distributed_broadcast_coalesced)")
+IN_BACKWARD = re.compile(r"graph\.py:\d+ in _engine_run_backward")
 BY_THREADS = ("Exception in thread", "Exception ignored in", "Fatal Python error", "terminate called")
 RELATIVE, ABSOLUTE = 2e-3, 2e-4  # sums in another order, over some fifty steps
 
@@ -238,9 +237,16 @@ def nameless(error: Event) -> str:
     """What is wrong with the words of an error; empty if they say enough to a user."""
     if error["kind"] in BARE or not error["words"].strip():
         return f"raised {error['kind']}: {error['words'][:120]!r} at {error['trace']}"
-    if error.get("in_force") and RAW.match(error["words"]) and not DDPS_OWN.fullmatch(error["trace"]):
+    if error.get("in_force") and RAW.match(error["words"]) and not _is_ddps(error):
         return f"raised Gloo's own {error['words'][:160]!r} at {error['trace']}, {error['in_force']}"
     return ""
+
+
+def _is_ddps(error: Event) -> bool:
+    """Whether a message of DDP's own failed."""
+    if IN_BACKWARD.fullmatch(error["trace"]):
+        return bool(error.get("ddp_sends_in_backward"))
+    return bool(DDPS_IN_FORWARD.fullmatch(error["trace"]))
 
 
 def _refused(survivors: Sequence[int], records: Sequence[RankRecord], control: Sequence[RankRecord] | None) -> str:

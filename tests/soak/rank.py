@@ -88,8 +88,7 @@ def run(order: Order) -> None:
     except BaseException as error:
         if isinstance(error, SystemExit) and not case.kind.signals:
             raise
-        in_force = rank.training.in_force() if rank.training is not None else ""
-        journal.note("error", kind=type(error).__name__, words=str(error), trace=_where(error), in_force=in_force)
+        journal.note("error", kind=type(error).__name__, words=str(error), trace=_where(error), **rank.situation())
         if case.ending == "raise":
             raise
     else:
@@ -150,6 +149,12 @@ class Rank:
     def weights(self) -> list[float]:
         """At the end."""
         return self.training.weights() if self.training is not None else []
+
+    def situation(self) -> dict[str, Any]:
+        """Whose messages may have failed now."""
+        if (own := self.training) is None:
+            return {}
+        return {"in_force": own.in_force(), "ddp_sends_in_backward": own.ddp_sends_in_backward()}
 
     def end(self, before: dict[str, Any]) -> None:
         """End as the case says; after close() nothing may be left."""

@@ -75,6 +75,7 @@ GLOOS_OWN = (
     "Socket Timeout",
     "[../torch/csrc/distributed/c10d/socket.cpp:1] The client socket has timed out",
     "Connection reset by peer",
+    "Application timeout caused pair closure",
 )
 OURS = (
     "bucket 3 did not get through: [/gloo/transport/tcp/pair.cc:534] Connection closed by peer; look for the first",
@@ -92,8 +93,11 @@ def test_gloos_own_words_say_too_little_under_a_plan(words: str) -> None:
     assert verdict.outcome == "unnamed traceback" and "rank 0 raised Gloo's own" in verdict.why
     verdict = judge(KILLED, [with_words(""), VICTIMS, survivor("a")])
     assert verdict.outcome == "clear error" and verdict.raw == ("x.py:1",), "as under DDP"
-    error = {"kind": "RuntimeError", "words": words, "trace": "distributed.py:1775 in _pre_forward", "in_force": "a"}
-    assert nameless(error) == "", "DDP's own message"
+    error = {"kind": "RuntimeError", "words": words, "in_force": "under a plan"}
+    forward, backward = "distributed.py:1775 in _pre_forward", "graph.py:979 in _engine_run_backward"
+    assert nameless({**error, "trace": forward, "ddp_sends_in_backward": False}) == "", "DDP's own message"
+    assert nameless({**error, "trace": backward, "ddp_sends_in_backward": True}) == "", "DDP's own message"
+    assert nameless({**error, "trace": backward, "ddp_sends_in_backward": False}).startswith("raised Gloo's own")
 
 
 def test_our_words_are_enough() -> None:

@@ -95,6 +95,17 @@ class Training:
         stage = self.stage()
         return f"under a plan, {stage}" if self.model.plan is not None else stage if "as cached on" in stage else ""
 
+    def ddp_sends_in_backward(self) -> bool:
+        """Whether DDP itself sends in backward now, where no words of ours can be added to Gloo's.
+
+        It sends its own buckets, which run inside join(), too; and beside a plan's, which parameters were unused.
+        """
+        if not isinstance(self.model, DistributedDataParallel):  # Lean's, or a sharded one
+            return False
+        tuner = getattr(self.model, "_tuner", None)
+        under_plan = tuner is not None and tuner.runner.plan_in_force is not None
+        return self.model.find_unused_parameters or not under_plan
+
     def inputs(self) -> tuple[Any, ...]:
         """This rank's inputs of the step."""
         generator = torch.Generator().manual_seed(1000 * self.step + dist.get_rank())

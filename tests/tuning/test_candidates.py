@@ -11,10 +11,13 @@ import torch.distributed as dist
 
 from anabranch import Bucket, Curve, Network, Plan, TensorSpec, Trace
 from anabranch import planning as planners
+from anabranch.exchange.nodes import FoundNodes
 from anabranch.planning.simulator import lower_bound_s
 from anabranch.tuning.candidates import MIXED, BackgroundPlanner, Candidates, candidates
 from anabranch.tuning.options import TuningOptions
 from anabranch.tuning.trial import predicted_s
+from anabranch.values.network import InsideNodes
+from anabranch.values.nodes import Nodes
 from ranks import on_ranks
 
 TRACE = Trace(tuple(TensorSpec(f"t{i}", 1 << 16, 4, 1e-3 * (i + 1), "float32") for i in range(12)), 5e-3)
@@ -123,6 +126,64 @@ def test_a_kind_that_no_gradient_may_use_is_not_offered_alone(planner: str) -> N
     assert [label for label, _ in candidates(asked, TRACE, network)] == [planner]
     some = replace(asked, excluded={"bf16": frozenset({TRACE.tensors[0].name})})
     assert [label for label, _ in candidates(some, TRACE, network)] == [f"{planner}, bf16", planner]
+
+
+FLAT = {"dense": 5e-9, "bf16": 3e-9, "int8": 1.5e-9}  # seconds per byte, among all ranks
+TWO_LEVELS = {"dense@nodes": 2e-9, "bf16@nodes": 1e-9, "int8@nodes": 4e-10}
+
+
+def with_nodes(asked: TuningOptions) -> TuningOptions:
+    return replace(asked, found_nodes=FoundNodes(Nodes.of_size(4, 2), "nodes=2"))
+
+
+def network_of_nodes(inside_s_per_byte: float = 1e-11) -> Network:
+    curves = {kind: Curve.linear(1e-6, rate) for kind, rate in (FLAT | TWO_LEVELS).items()}
+    line = Curve.linear(1e-6, inside_s_per_byte)
+    return Network(4, curves, SHARED.contention, inside=InsideNodes(2, line, line))
+
+
+def kinds_of(plan: Plan) -> set[str]:
+    return {bucket.collective for bucket in plan.buckets}
+
+
+def test_exact_messages_on_two_levels_are_offered_where_there_are_nodes() -> None:
+    network = network_of_nodes()
+    offered = candidates(with_nodes(options()), TRACE, network)
+    assert [label for label, _ in offered] == ["optimal, dense@nodes", "optimal"], "the soonest first"
+    assert [kinds_of(plan) for _, plan in offered] == [{"dense@nodes"}, {"dense"}]
+    assert [label for label, _ in candidates(options(), TRACE, network)] == ["optimal"], "without nodes never"
+    flat = replace(network, curves={kind: network.curve(kind) for kind in FLAT}, inside=None)
+    assert [label for label, _ in candidates(with_nodes(options()), TRACE, flat)] == ["optimal"], "nor unmeasured"
+    slow = network_of_nodes(inside_s_per_byte=1e-8)  # as over PCIe
+    assert [label for label, _ in candidates(with_nodes(options()), TRACE, slow)] == ["optimal", "optimal, dense@nodes"]
+    assert [label for label, _ in candidates(with_nodes(options("by_bytes", 1)), TRACE, network)] == ["by_bytes"]
+
+
+def test_of_a_compressed_kind_the_better_of_flat_and_two_levels_comes_first() -> None:
+    asked = with_nodes(options(compress="int8"))
+    labels = ["optimal, int8@nodes", "optimal, int8", "optimal, dense@nodes", "optimal"]
+    assert [label for label, _ in candidates(asked, TRACE, network_of_nodes())] == labels
+    slow = [label for label, _ in candidates(asked, TRACE, network_of_nodes(inside_s_per_byte=1e-8))]
+    assert slow == ["optimal, int8", "optimal, int8@nodes", "optimal", "optimal, dense@nodes"]
+    assert list(dict(candidates(options(compress="int8"), TRACE, network_of_nodes()))) == ["optimal, int8", "optimal"]
+
+
+def test_a_mix_takes_the_most_faithful_kind_on_either_level() -> None:
+    asked = with_nodes(replace(options(), kinds=("bf16", "int8"), mixes=True))
+    offered = dict(candidates(asked, TRACE, network_of_nodes()))
+    assert list(offered) == ["optimal, bf16@nodes", MIXED, "optimal, dense@nodes", "optimal"]
+    assert kinds_of(offered[MIXED]) <= TWO_LEVELS.keys() and len(kinds_of(offered[MIXED])) > 1
+    without = dict(candidates(replace(options(), kinds=("bf16", "int8"), mixes=True), TRACE, network_of_nodes()))
+    assert set().union(*map(kinds_of, without.values())) <= FLAT.keys()
+
+
+def test_gradients_that_two_levels_cannot_add_stay_flat() -> None:
+    asked = replace(with_nodes(options()), excluded={"dense@nodes": frozenset({"t3"})})
+    offered = dict(candidates(asked, TRACE, network_of_nodes()))["optimal, dense@nodes"]
+    (flat,) = [bucket for bucket in offered.buckets if bucket.collective == "dense"]
+    assert "t3" in flat.names and kinds_of(offered) == {"dense", "dense@nodes"}
+    none = replace(asked, excluded={"dense@nodes": frozenset(tensor.name for tensor in TRACE.tensors)})
+    assert list(dict(candidates(none, TRACE, network_of_nodes()))) == ["optimal"]
 
 
 def test_a_planner_of_ones_own() -> None:

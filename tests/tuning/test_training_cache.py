@@ -15,6 +15,7 @@ from torch import nn
 import anabranch as ab
 from anabranch.exchange.collectives import Collectives
 from anabranch.exchange.dense import DenseExchanges
+from anabranch.exchange.nodes import FoundNodes
 from anabranch.exchange.quantised.exchange import QuantisedExchanges
 from anabranch.observe import environment
 from anabranch.tools.lab import rank_environment
@@ -22,11 +23,13 @@ from anabranch.tuning.cache_files import CachedChoice
 from anabranch.tuning.options import TuningOptions
 from anabranch.tuning.training_cache import TrainingCache, hardware_lines, key_lines, version_lines
 from anabranch.tuning.trial import StepTimes, Trial
+from anabranch.values.nodes import Nodes
 from parallel.twins import batch, mlp
 from ranks import on_ranks
 
 CPU = torch.device("cpu")
 OPTIONS = TuningOptions("optimal", None, None, None, 5)
+TWO_NODES = FoundNodes(Nodes.of_size(4, 2), "nodes=2")
 
 
 def choice_for(model: nn.Module, ranks: int, lanes: int = 1, **changes: Any) -> CachedChoice:
@@ -105,6 +108,8 @@ def keys(rank: int, folder: str) -> list[str]:
         (frozen, OPTIONS, ("compress None",), (8, 2)),
         (halved, OPTIONS, ("compress None",), (8, 2)),
         (renamed, OPTIONS, ("compress None",), (8, 2)),
+        (nn.Linear(2, 2), replace(OPTIONS, nodes=False), ("compress None",), (8, 2)),
+        (nn.Linear(2, 2), replace(OPTIONS, found_nodes=TWO_NODES), ("compress None",), (8, 2)),
     ]
     for number, (model, options, settings, shape) in enumerate(cases):
         cache = cache_of(model, f"{folder}/{number}", options, settings)
@@ -127,7 +132,7 @@ def alone(rank: int, folder: str) -> list[list[Any]]:
 
 def test_each_ingredient_changes_the_key_and_the_evidence_is_the_median_step_with_its_spread(tmp_path: Path) -> None:
     ((names, found),) = on_ranks(alone, 1, str(tmp_path))
-    assert len(set(names)) == len(names) == 13
+    assert len(set(names)) == len(names) == 15
     assert found == ["kept", 3.0, 2.0, 2.0]
 
 
@@ -200,6 +205,9 @@ def agreed(rank: int, folders: list[str], case: str) -> list[Any]:
         choice = replace(choice, plan=ab.Plan((replace(choice.plan.buckets[0], collective="int8"),)))
         dense = choice.network.curve("dense")
         choice = replace(choice, network=replace(choice.network, curves={"dense": dense, "int8": dense}))
+    elif case == "two levels without nodes":
+        assert choice.plan is not None
+        choice = replace(choice, plan=ab.Plan((replace(choice.plan.buckets[0], collective="dense@nodes"),)))
     elif case == "many lanes":
         choice = choice_for(model, 2, lanes=3)
     elif case == "more lanes than were asked for":
@@ -223,6 +231,7 @@ UNFIT = {
     "other sizes": "its trace has other gradients than this model trains",
     "unknown kind": "by 'gossip': expected one of",
     "a kind that was not asked for": "sends gradients by int8, which this training did not ask for",
+    "two levels without nodes": "sends gradients by dense@nodes, which this training did not ask for",
     "many lanes": "its plan needs 3 lanes: expected at most 2",
     "more lanes than were asked for": "its plan needs 2 lanes: expected at most 1",
     "another network than was given": "its network is not the one that was given",

@@ -14,7 +14,7 @@ def step(seconds: float, at: float = 100.0, timed: bool = True) -> StepMarks:
     """Forward takes 1 s, backward 2 s; the rest of the step is exposed communication."""
     marks = StepMarks(at, at + 1.0, at + 3.0, at + seconds)
     if timed:
-        marks.buckets = [(1, at + 2.0, at + seconds - 1.5), (0, at + 1.5, at + 2.5), (2, at + 2.0, at + 2.25)]
+        marks.buckets = [(1, at + 2.0, [at + seconds - 1.5]), (0, at + 1.5, [at + 2.5]), (2, at + 2.0, [at + 2.25])]
     return marks
 
 

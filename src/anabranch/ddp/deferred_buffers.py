@@ -48,7 +48,7 @@ class DeferredBuffers:
             self._message = torch.cat([part.view(torch.uint8) for part in flat])
         self._versions = [buffer._version for buffer in self._sent]
         steps = _broadcast(self._message, lane.group)
-        self._arrived = lane.submit(Message(steps, self._message, "the broadcast of buffers from rank 0"))
+        self._arrived = lane.submit(Message((steps,), self._message, "the broadcast of buffers from rank 0"))
 
     def drain(self) -> None:
         """Wait until the buffers that were sent have arrived."""

@@ -19,6 +19,8 @@ from torch._compile import _disable_dynamo
 from torch.autograd import Variable
 from torch.nn.parallel import DistributedDataParallel
 
+from anabranch.exchange.agreement import explained
+
 dist: Any = torch.distributed  # its private names are in no type stub
 
 Hook = Callable[[object, GradBucket], torch.futures.Future[torch.Tensor]]
@@ -131,6 +133,7 @@ class ExtensibleDDP(DistributedDataParallel):
         work = torch.distributed.all_reduce(active, group=self.process_group, async_op=True)
         assert work is not None
 
+        @explained("ranks could not count those that have inputs left, inside join()")
         def remaining() -> int:
             work.wait()
             return int(active.item())

@@ -1,6 +1,6 @@
 """The bucket launcher: starts each bucket of one plan by its exchange, on its lane."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from itertools import chain
 
 import torch
@@ -9,20 +9,21 @@ from torch.futures import Future
 
 from anabranch.exchange.collectives import Collectives
 from anabranch.exchange.error_samples import ErrorSamples
-from anabranch.exchange.interface import ExchangeFamily, Group, Steps
+from anabranch.exchange.interface import Group, Steps
 from anabranch.exchange.lanes import Lane, Lanes, Message
 from anabranch.values.kinds.names import DENSE
 from anabranch.values.plan import Bucket, Plan
 
 Behind = Callable[[Group], Steps]
-EndMarker = Callable[[list[dist.Work]], None]
+EndMarker = Callable[[list[dist.Work], bool], None]
 
 
 class BucketLauncher:
     """Launches the buckets of ``plan`` in plan order; every rank launches in the same order.
 
-    mark_bucket    called with the bucket's index at each launch; returns a function to call with the works at the end,
-                   or None if this bucket is not timed
+    numels         elements of each parameter
+    mark_bucket    called with the bucket's index at each launch; returns ``Message.on_end``, or None if this bucket is
+                   not timed
     before_first   called before the first bucket of each step
     divisor        returns the number by which sums are divided; None for the world size (it differs under join())
     errors         samples of the errors of averages
@@ -33,6 +34,7 @@ class BucketLauncher:
         plan: Plan,
         lanes: Lanes,
         collectives: Collectives,
+        numels: Mapping[str, int],
         mark_bucket: Callable[[int], EndMarker | None],
         before_first: Callable[[], None] | None = None,
     ) -> None:
@@ -40,17 +42,19 @@ class BucketLauncher:
         self.lanes = lanes
         self.divisor: Callable[[], int] | None = None
         self.errors = ErrorSamples(plan, collectives.residuals)
+        self._collectives = collectives
         self._mark_bucket = mark_bucket
         self._before_first = before_first
         self._world_size = dist.get_world_size(lanes[0].group)
-        # What does not change between steps: each bucket, its family, its lane, and its name in errors.
-        self._routes: list[tuple[Bucket, ExchangeFamily, Lane, str]] = []
+        # What does not change between steps: each bucket, its parameters' sizes, its lane, and its name in errors.
+        self._routes: list[tuple[Bucket, list[int], Lane, str]] = []
         for index, bucket in enumerate(plan.buckets):
             label = (
                 f"bucket {index} of {len(plan)} ({len(bucket.names)} gradients to {bucket.names[-1]}, "
                 f"{bucket.collective} on lane {bucket.lane})"
             )
-            self._routes.append((bucket, collectives.family(bucket.collective), lanes[bucket.lane], label))
+            collectives.family(bucket.collective)  # raises if there is none
+            self._routes.append((bucket, [numels[name] for name in bucket.names], lanes[bucket.lane], label))
 
     def launch(self, index: int, buffer: torch.Tensor, behind: Behind | None = None) -> Future[torch.Tensor]:
         """Start the exchange of bucket ``index``, whose gradients are in ``buffer``; the future holds the average.
@@ -59,14 +63,17 @@ class BucketLauncher:
         """
         if index == 0 and self._before_first is not None:
             self._before_first()
-        bucket, family, lane, label = self._routes[index]
+        bucket, numels, lane, label = self._routes[index]
         divisor = self.divisor() if self.divisor is not None else self._world_size
-        steps = family.steps(bucket, buffer, lane.group, divisor)
-        if self.errors.due(index):
-            steps = self.errors.sampled(steps, index, buffer, lane.group, divisor)
+
+        def sampled(steps: Steps, sent: torch.Tensor, group: Group, divisor: float) -> Steps:
+            return self.errors.sampled(steps, index, sent, group, divisor) if self.errors.due(index) else steps
+
+        *stages, last = self._collectives.stages(bucket, buffer, numels, lane, divisor, sampled)
         if behind is not None:
-            steps = chain(steps, behind(lane.group))
-        return lane.submit(Message(steps, buffer, label, self._mark_bucket(index), bucket.collective != DENSE))
+            last = chain(last, behind(lane.group))
+        computes = bucket.collective != DENSE
+        return lane.submit(Message((*stages, last), buffer, label, self._mark_bucket(index), computes))
 
     def close(self) -> None:
         """Drop the lanes, whose last works hold memory; nothing can be launched any more."""

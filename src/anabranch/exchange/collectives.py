@@ -1,15 +1,24 @@
 """Collectives: all exchanges that the buckets of one model can name, and what they keep between steps."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from types import MappingProxyType
 
 import torch
 
-from anabranch.exchange.interface import ExchangeFamily, Traffic
+from anabranch.exchange.communicator import Communicators
+from anabranch.exchange.dense import dense_traffic
+from anabranch.exchange.interface import ExchangeFamily, Group, Steps, Traffic
+from anabranch.exchange.lanes import Lane
+from anabranch.exchange.quantised.exchange import sent_dense
 from anabranch.exchange.residuals.store import Residuals
-from anabranch.values.kinds.names import BF16
+from anabranch.exchange.shares import WHOLE, Share
+from anabranch.exchange.two_level import TwoLevelExchange
+from anabranch.exchange.two_level import supports as supports_two_levels
+from anabranch.values.kinds.names import BF16, between_nodes, is_dense, is_two_level
+from anabranch.values.nodes import Nodes
 from anabranch.values.plan import Bucket
 
+Around = Callable[[Steps, torch.Tensor, Group, float], Steps]  # of steps that average a tensor, its group and divisor
 NOTHING: Mapping[str, Collection[str]] = MappingProxyType({})
 
 
@@ -20,6 +29,8 @@ class Collectives:
     residuals   what is kept between steps
     excluded    by kind, the parameters whose gradients must not use it
     mixes       plans choose for each bucket between all kinds and dense
+
+    nodes       of the ranks, where exchanges may have two levels
     """
 
     def __init__(
@@ -34,22 +45,67 @@ class Collectives:
         self.kinds: tuple[str, ...] = tuple(kind for family in families for kind in family.kinds)
         self.excluded = {kind: frozenset(names) for kind, names in excluded.items()}
         self.mixes = mixes
+        self.nodes: Nodes | None = None
+        self._share = WHOLE
+        self._comms = Communicators()  # inside nodes
+
+    def use_nodes(self, nodes: Nodes | None, rank: int) -> None:
+        """Exchanges may have two levels from now on, if there are nodes; before the first exchange. ``rank``: own."""
+        self.nodes = nodes
+        if nodes is not None:
+            self._share = Share.on(nodes, rank)
+            self.residuals.use_nodes(nodes)
 
     def family(self, kind: str) -> ExchangeFamily:
         """The family to which this kind belongs; ValueError if there is none."""
         for family in self._families:
-            if family.handles(kind):
+            if family.handles(between_nodes(kind)):
                 return family
         known_kinds = ", ".join((*self.kinds, "dense"))
         raise ValueError(f"no exchange of this model is called {kind!r}: expected one of {known_kinds}")
 
     def supports(self, kind: str, dtype: torch.dtype) -> bool:
         """Whether a bucket of this dtype may name this kind."""
+        if is_two_level(kind) and (self.nodes is None or not supports_two_levels(dtype)):
+            return False
+        kind = between_nodes(kind)
         return any(family.supports(kind, dtype) for family in self._families if family.handles(kind))
+
+    def stages(
+        self,
+        bucket: Bucket,
+        buffer: torch.Tensor,
+        numels: Sequence[int],
+        lane: Lane,
+        divisor: float,
+        around: Around = lambda steps, *_: steps,
+    ) -> Sequence[Steps]:
+        """The exchange of a bucket of parameters of these sizes, for a message on this lane: one stage, or three.
+
+        ``around``: what becomes of the steps between all ranks, or between nodes.
+        """
+        family = self.family(bucket.collective)
+        if not is_two_level(bucket.collective):
+            return [around(family.steps(bucket, buffer, lane.group, divisor), buffer, lane.group, divisor)]
+        assert lane.nodes is not None  # before it has such a bucket
+        exact = _is_exact(bucket.collective, buffer.dtype)
+        exchange = TwoLevelExchange(buffer, numels, self._share, lane.nodes, self._comms, divisor, exact)
+        sent = exchange.share, exchange.group, exchange.divisor
+        return exchange.stages(around(family.steps(bucket, *sent), *sent))
 
     def traffic(self, bucket: Bucket, numel: int, dtype: torch.dtype, ranks: int) -> Traffic | None:
         """Bytes of the last exchange of this bucket, computed without waiting for a device; None if unknown."""
-        return self.family(bucket.collective).traffic(bucket, numel, dtype, ranks)
+        family = self.family(bucket.collective)
+        if not is_two_level(bucket.collective):
+            return family.traffic(bucket, numel, dtype, ranks)
+        places = self._share.parts
+        inside = dense_traffic(numel, dtype, places)
+        share_dtype = dtype if _is_exact(bucket.collective, dtype) else torch.float32
+        between = family.traffic(bucket, -(-numel // places), share_dtype, ranks // places)
+        if between is None:
+            return None
+        sent, received = inside.sent_nbytes + between.sent_nbytes, inside.received_nbytes + between.received_nbytes
+        return Traffic(sent, received, between.density)
 
     @property
     def max_ctas(self) -> int | None:
@@ -62,4 +118,10 @@ class Collectives:
         """Remove hooks and free what was kept between steps, also if there are still references to this object."""
         for family in self._families:
             family.close()
+        self._comms.clear()
         self.residuals.close()
+
+
+def _is_exact(kind: str, dtype: torch.dtype) -> bool:
+    """Whether a bucket of this kind and dtype is averaged in its own precision."""
+    return is_dense(kind) or sent_dense(between_nodes(kind), dtype)

@@ -14,9 +14,20 @@ from anabranch.exchange.quantised.exchange import QuantisedExchanges, options_by
 from anabranch.exchange.residuals.store import NO_PARAMETERS, Applied, Residuals
 from anabranch.exchange.sparse.oktopk import OkTopkExchanges
 from anabranch.exchange.sparse.oktopk import probe_of as sparse_probe_of
+from anabranch.exchange.two_level import supports as supports_two_levels
 from anabranch.values.kinds.formats import BlockFormat
-from anabranch.values.kinds.names import COMPRESSED, DENSE, DENSITIES, density_of, kind_of, split_wire
+from anabranch.values.kinds.names import (
+    COMPRESSED,
+    DENSE,
+    DENSITIES,
+    between_nodes,
+    density_of,
+    kind_of,
+    split_wire,
+    two_level,
+)
 from anabranch.values.kinds.options import Auto, OkTopk, Quantised
+from anabranch.values.nodes import Nodes
 
 Compress = str | Sequence[str] | Quantised | OkTopk | Auto | None  # what a user may give
 Settings = Quantised | OkTopk | Auto | None  # the same, with names and lists spelt out
@@ -55,7 +66,7 @@ def keeps_residuals(settings: Settings) -> bool:
 
 def keeps_residual(settings: Settings, kind: str) -> bool:
     """Whether a bucket of this kind has a residual."""
-    options = options_by_kind(_quantised(settings)).get(kind)
+    options = options_by_kind(_quantised(settings)).get(between_nodes(kind))
     return options.keeps_residual if options is not None else density_of(kind) is not None
 
 
@@ -75,11 +86,14 @@ def may_be_sparse(parameter: torch.Tensor) -> bool:
 
 
 def probe_of(kind: str) -> Collective:
-    """An exchange for timing, such as "int8" or "oktopk:0.01"; a wire may follow, as in "oktopk:0.01:bf16"."""
-    plain, wire = split_wire(kind)
+    """An exchange for timing, such as "int8" or "oktopk:0.01"; a wire may follow, as in "oktopk:0.01:bf16".
+
+    Of a two-level kind it is that between nodes.
+    """
+    plain, wire = split_wire(between_nodes(kind))
     if (density := density_of(plain)) is not None:
         return sparse_probe_of(density, OkTopk(wire=wire), Communicators())
-    return dense if kind == DENSE else QuantisedExchanges().probe(kind)
+    return dense if plain == DENSE else QuantisedExchanges().probe(plain)
 
 
 def collectives_for(
@@ -91,6 +105,7 @@ def collectives_for(
     frozen: Mapping[str, torch.Tensor] = NO_PARAMETERS,
     skipped: Callable[[], bool] | None = None,
     form: BlockFormat | None = None,
+    nodes: Nodes | None = None,
 ) -> Collectives:
     """All exchanges of a model, by the ``compress`` that the user gave; the rest as in ``Residuals``.
 
@@ -99,7 +114,8 @@ def collectives_for(
     kinds = kinds_of(settings)
     sparse = tuple(kind for kind in kinds if density_of(kind) is not None)
     rounded = _quantised(settings)
-    excluded = {kind: _excluded(kind, parameters) for kind in kinds}
+    excluded = {name: _excluded(kind, parameters) for kind in kinds for name in (kind, two_level(kind))}
+    excluded[two_level(DENSE)] = [name for name, given in parameters.items() if not supports_two_levels(given.dtype)]
     mixes = isinstance(settings, Auto) or len(kinds) > 1
     if not keeps_residuals(settings):
         return Collectives(QuantisedExchanges(rounded), DenseExchanges(), excluded=excluded, mixes=mixes)
@@ -116,6 +132,7 @@ def collectives_for(
         momentum=options.momentum,
         skipped=skipped,
         form=form,
+        nodes=nodes,
     )
     families = [OkTopkExchanges(sparse, options, residuals)] if sparse else []
     quantised = QuantisedExchanges(rounded, residuals.bucket_state)

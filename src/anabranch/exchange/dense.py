@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 
 from anabranch.exchange.interface import Collective, ExchangeFamily, Group, Steps, Traffic, issued
-from anabranch.values.kinds.names import DENSE
+from anabranch.values.kinds.names import is_dense
 from anabranch.values.plan import Bucket
 
 
@@ -31,10 +31,10 @@ class DenseExchanges(ExchangeFamily):
     """The family of the dense exchange, which takes any dtype and keeps nothing. Plans may always use it."""
 
     def handles(self, kind: str) -> bool:
-        return kind == DENSE
+        return is_dense(kind)
 
     def supports(self, kind: str, dtype: torch.dtype) -> bool:  # noqa: ARG002 - any dtype
-        return kind == DENSE
+        return is_dense(kind)
 
     def steps(self, bucket: Bucket, buffer: torch.Tensor, group: Group, divisor: float) -> Steps:  # noqa: ARG002
         return dense(buffer, group, divisor)

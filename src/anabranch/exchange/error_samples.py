@@ -9,7 +9,7 @@ import torch
 from anabranch.exchange.dense import dense
 from anabranch.exchange.interface import Group, Steps, record_stream
 from anabranch.exchange.residuals.store import Residuals
-from anabranch.values.kinds.names import DENSE
+from anabranch.values.kinds.names import is_dense
 from anabranch.values.plan import Bucket, Plan
 
 FIRST = 50  # exchanges of a bucket before its first sample, so that no step of a trial has one
@@ -36,7 +36,7 @@ class ErrorSamples:
 
     def due(self, index: int) -> bool:
         """Count an exchange of bucket ``index`` that begins now; whether its error is to be sampled."""
-        if self._plan.buckets[index].collective == DENSE:
+        if is_dense(self._plan.buckets[index].collective):
             return False
         self._exchanges[index] += 1
         number, wait = self._turn(index)

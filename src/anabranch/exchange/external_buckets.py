@@ -2,6 +2,7 @@
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -10,8 +11,10 @@ from torch.autograd import Variable
 from anabranch.exchange.collectives import Collectives
 from anabranch.exchange.compression import Settings, collectives_for, described, kinds_of
 from anabranch.exchange.interface import Group, Scaler, Steps, record_stream
+from anabranch.exchange.lanes import Lane
 from anabranch.exchange.residuals.store import NO_PARAMETERS
-from anabranch.values.kinds.names import DENSE
+from anabranch.values.kinds.names import DENSE, two_level
+from anabranch.values.nodes import Nodes
 from anabranch.values.plan import Bucket, Plan
 
 
@@ -48,13 +51,23 @@ class ExternalBuckets:
             settings, trained, group, lambda: True, frozen=frozen, skipped=skipped
         )
         self._excluded = self.collectives.excluded.get(kind, frozenset())
-        compressed = tuple(name for name in trained if name not in self._excluded)
-        if compressed and kind != DENSE:  # residuals that are loaded wait for their buckets
-            self.collectives.residuals.use_plan(Plan((Bucket(compressed, 0, kind),)))
+        self._await_buckets()
         self._steps_done = 0
         self.in_step = False  # from the first exchange of a backward to its end
         # Weak: a backward that fails drops its callbacks, and must not be waited for.
         self._ending: weakref.ref[Callable[[], None]] | None = None
+
+    def use_nodes(self, nodes: Nodes, rank: int) -> None:
+        """Exchange on two levels; before the first exchange. ``rank``: this one, in the group."""
+        self.collectives.use_nodes(nodes, rank)
+        self.kind = two_level(self.kind)
+        self._await_buckets()
+
+    def _await_buckets(self) -> None:
+        """Residuals that are loaded wait for the buckets of their parameters."""
+        compressed = tuple(name for name in self._numels if name not in self._excluded)
+        if compressed and self.kind != DENSE:
+            self.collectives.residuals.use_plan(Plan((Bucket(compressed, 0, self.kind),)))
 
     def agreed(self) -> list[str]:
         """Lines that must be the same on all ranks."""
@@ -65,32 +78,39 @@ class ExternalBuckets:
         warm = self._steps_done >= self.collectives.residuals.warmup_steps
         return self.kind if warm and self.collectives.supports(self.kind, dtype) else DENSE
 
-    def steps(self, names: Sequence[str], buffer: torch.Tensor, group: Group, scaler: Scaler | None) -> Steps:
-        """The exchange of a bucket: ``names`` one after another in ``buffer``.
+    def stages(self, names: Sequence[str], buffer: torch.Tensor, lane: Lane, scaler: Scaler | None) -> Sequence[Steps]:
+        """The exchange of a bucket, for a message on this lane: ``names`` one after another in ``buffer``.
 
         Call it inside backward, and ``end_with_this_backward`` in the one that ends the step.
         """
         self.begin_step(scaler)
         parts = self._parts(names, buffer.dtype)
         if len(parts) == 1:
-            return self._exchange(parts[0], buffer, group)
+            return self._exchange(parts[0], buffer, lane)
         pieces = dict(zip(names, buffer.split([self._numels[name] for name in names]), strict=True))
         gathered = [torch.cat([pieces[name] for name in part.names]) for part in parts]
-        exchanges = [self._exchange(part, tensor, group) for part, tensor in zip(parts, gathered, strict=True)]
+        exchanges = [self._exchange(part, tensor, lane) for part, tensor in zip(parts, gathered, strict=True)]
 
-        def exchanged() -> Steps:
-            record_stream(*gathered)
-            for steps in exchanges:
-                yield from steps
+        def copied_back() -> Steps:
             for part, tensor in zip(parts, gathered, strict=True):
                 averages = tensor.split([self._numels[name] for name in part.names])
                 for name, average in zip(part.names, averages, strict=True):
                     pieces[name].copy_(average)
+            yield from ()
 
-        return exchanged()
+        def kept() -> Steps:
+            record_stream(*gathered)
+            yield from ()
 
-    def _exchange(self, part: Bucket, buffer: torch.Tensor, group: Group) -> Steps:
-        return self.collectives.family(part.collective).steps(part, buffer, group, self._ranks)
+        # A part of one stage is sent when the others are exchanged between nodes.
+        if any(len(exchange) > 1 for exchange in exchanges):
+            exchanges = [one if len(one) > 1 else [iter(()), *one, iter(())] for one in exchanges]
+        *stages, last = (chain(kept(), *stage) for stage in zip(*exchanges, strict=True))
+        return [*stages, chain(last, copied_back())]
+
+    def _exchange(self, part: Bucket, buffer: torch.Tensor, lane: Lane) -> Sequence[Steps]:
+        numels = [self._numels[name] for name in part.names]
+        return self.collectives.stages(part, buffer, numels, lane, self._ranks)
 
     def sent_nbytes(self, names: Sequence[str], dtype: torch.dtype) -> int:
         """Bytes that this rank sent in the last exchange of this bucket, as far as they are known."""

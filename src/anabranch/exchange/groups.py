@@ -43,19 +43,49 @@ def clone_group(
         )
         new = [new_group(list(ranks)) for ranks in siblings] if siblings else [new_group()]
         return next(one for one in new if isinstance(one, dist.ProcessGroup))  # for other ranks' groups: a constant
-    # All ranks are here once each has every rank's bytes, so that the limit for connecting can be short.
-    name = f"anabranch/{from_all_ranks(uuid4().bytes, group)[0].hex()}"
+    return _made_over_store(
+        group, _name_of_rank_0(group), description, group.rank(), dist.get_process_group_ranks(group)
+    )
+
+
+def clone_part(
+    group: Group, backend: str, description: str, parts: Sequence[Sequence[int]], options: Any = None
+) -> Group:
+    """A new group of some ranks of ``group``: of that one of ``parts`` which has this rank.
+
+    Collective among the ranks of ``group``, which ``parts`` divide; for NCCL these must be all ranks of the world.
+    """
+    global_ranks = dist.get_process_group_ranks(group)
+    if backend != "gloo":
+        return clone_group(
+            group, backend, description, options, [[global_ranks[rank] for rank in part] for part in parts]
+        )
+    own = dist.get_rank(group)
+    number, part = next((number, part) for number, part in enumerate(parts) if own in part)
+    name = f"{_name_of_rank_0(group)}/{number}"
+    return _made_over_store(group, name, description, part.index(own), [global_ranks[rank] for rank in part])
+
+
+def _name_of_rank_0(group: Group) -> str:
+    """A name for a new group, from its rank 0. All ranks are here when this returns.
+
+    For each then has every rank's bytes. So the limit for connecting can be short.
+    """
+    return f"anabranch/{from_all_ranks(uuid4().bytes, group)[0].hex()}"
+
+
+def _made_over_store(group: Group, name: str, description: str, rank: int, ranks: Sequence[int]) -> Group:
+    """A Gloo group of ``ranks``, in which this one is ``rank``, made over the store of ``group``."""
     timeout = timeout_of(group) or c10d.default_pg_timeout
     # A connection of its own: a thread that waits for a key would keep the others of this process from setting theirs.
     store = c10d._get_process_group_store(group).clone()
-    ranks = dist.get_process_group_ranks(group)
     made: Group
     with explained(f"the process group {description!r} could not be made"):
         made, _ = c10d._new_process_group_helper(
-            group.size(),
-            group.rank(),
+            len(ranks),
+            rank,
             ranks,
-            dist.Backend(backend),
+            dist.Backend("gloo"),
             store,
             name,
             timeout=max(timeout / CONNECT_TIMEOUTS, MIN_CONNECT_TIMEOUT),

@@ -8,7 +8,7 @@ threads would wait for themselves, and ranks would issue in different orders.
 import queue
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from time import monotonic, sleep
 from typing import Any, NamedTuple, Protocol
 
@@ -16,9 +16,10 @@ import torch
 import torch.distributed as dist
 from torch.futures import Future
 
-from anabranch.exchange.groups import clone_group, destroy_clone, keep_groups, timeout_of
+from anabranch.exchange.groups import clone_group, clone_part, destroy_clone, keep_groups, timeout_of
 from anabranch.exchange.interface import Group, Steps
 from anabranch.values.errors import CollectiveError, UpdateError
+from anabranch.values.nodes import Nodes
 from anabranch.values.plan import MAX_LANES
 
 MAX_KEPT_WORKS = 64
@@ -28,28 +29,53 @@ RELEASE_GRACE_S = 0.05
 CLOSE_S = 3.0
 
 
-class Message(NamedTuple):
-    """An exchange to run: its steps, the tensor that will hold its result, and its name in errors.
+# The stages of a two-level exchange, as errors name them.
+STAGES = ("the sum inside the node", "the exchange between nodes", "the gathering inside the node")
+BETWEEN = 1  # the stage of a flat exchange, too
 
-    on_end           called with the works of the exchange: when they are done on a host lane, when they are issued on a
-                     stream lane
+
+class NodeGroups(NamedTuple):
+    """The process groups of one lane for the stages of two-level exchanges: inside the node, between nodes, inside.
+
+    The two inside have the same ranks: one stage of a bucket runs at the same time as another stage of the next.
+    """
+
+    scatter: Group
+    between: Group
+    gather: Group
+
+
+class Message(NamedTuple):
+    """An exchange to run: the steps of its stages, one or three, the tensor for its result, and its name in errors.
+
+    on_end           called at the end of each stage with its works, and whether it was the last; when they are done on
+                     a host lane, when they are issued on a stream lane
     on_side_stream   the exchange computes before it sends; a stream lane overlaps that with the caller's computation
     """
 
-    steps: Steps
+    stages: Sequence[Steps]
     result: torch.Tensor
     label: str
-    on_end: Callable[[list[dist.Work]], None] | None = None
+    on_end: Callable[[list[dist.Work], bool], None] | None = None
     on_side_stream: bool = False
 
 
 class Lane(Protocol):
-    """Sends one message after another over one process group."""
+    """Sends one message after another over one process group; with ``nodes``, in up to three stages.
+
+    Each stage runs one message at a time, in the order in which they were submitted, while the next one's stage before
+    it may run. A message of one stage keeps its place in that order. So ranks cannot wait for each other in a circle.
+    """
 
     group: Group
+    nodes: NodeGroups | None
 
     def submit(self, message: Message) -> Future[torch.Tensor]:
         """Run an exchange after those already submitted; the future holds its result when it is done."""
+        ...
+
+    def use_nodes(self, nodes: NodeGroups) -> None:
+        """Take messages of three stages from now on."""
         ...
 
     def close(self, timeout_s: float) -> bool:
@@ -57,20 +83,97 @@ class Lane(Protocol):
         ...
 
 
-class HostLane:
-    """A daemon thread that runs exchanges and waits for them. After one has failed it starts no other."""
+class Job(NamedTuple):
+    """A message on its way through a host lane."""
 
-    def __init__(self, group: Group, name: str, failures: list[str]) -> None:
-        self.group = group
-        # What went wrong, shared by all lanes of a model: after the first, no lane starts anything. Not as exceptions:
-        # one that is raised in a backward pass refers to that pass, and by it to DDP's reducer, which owns the hook
-        # that owns the lanes. Python cannot free such a ring.
+    message: Message
+    done: Future[torch.Tensor]
+
+
+class HostStage:
+    """A daemon thread that runs one stage of each message, and waits for it. After one has failed it starts no other.
+
+    failures   what went wrong, shared by all lanes of a model: after the first, no lane starts anything. Not as
+               exceptions: one that is raised in a backward pass refers to that pass, and by it to DDP's reducer, which
+               owns the hook that owns the lanes. Python cannot free such a ring.
+    """
+
+    def __init__(self, number: int, name: str, failures: list[str]) -> None:
+        self.after: HostStage | None = None  # what messages that are not over pass on to
+        self._number = number
         self._failures = failures
-        self._queue: queue.SimpleQueue[tuple[Message, Future[torch.Tensor]] | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         # Gloo's own threads must not hold the last reference to a work: releasing it as the interpreter ends aborts.
         self._kept_works: deque[dist.Work] = deque(maxlen=MAX_KEPT_WORKS)
         self._thread = threading.Thread(target=self._loop, name=name, daemon=True)
         self._thread.start()
+
+    def put(self, job: Job) -> None:
+        """Run this job's stage after those already put."""
+        self._queue.put(job)
+
+    def close(self, timeout_s: float) -> bool:
+        """End the thread; False if it is still inside a collective after that time."""
+        self._queue.put(None)
+        if self._thread is not threading.current_thread():  # it is, if this thread ran the garbage collector
+            self._thread.join(timeout_s)
+        ended = not self._thread.is_alive()
+        if ended:  # a closed model that is still referenced must not hold the group's connections
+            self._kept_works.clear()
+        return ended
+
+    def _loop(self) -> None:
+        while (job := self._queue.get()) is not None:
+            message, done = job
+            try:
+                is_over = self._run(message)
+            except BaseException as error:
+                done.set_exception(error)  # type: ignore[arg-type]
+            else:
+                if is_over:
+                    done.set_result(message.result)
+                else:
+                    assert self.after is not None  # a message of three stages is put to a lane that has them
+                    self.after.put(job)
+            del job, message, done  # so that the last bucket is freed while get() blocks
+
+    def _run(self, message: Message) -> bool:
+        """Run this stage of a message; whether it was the last one."""
+        if self._failures:
+            raise CollectiveError(self._failures[0])
+        flat = len(message.stages) == 1
+        if flat and self._number != BETWEEN:
+            return False
+        started_s = monotonic()
+        works = []
+        try:
+            for work in message.stages[0 if flat else self._number]:
+                works.append(work)
+                self._kept_works.append(work)
+                work.wait()
+        except Exception as error:
+            stage = "" if flat else f": {STAGES[self._number]}"
+            other_rank = "Another rank has died, stalled or left this step: look for the first error among all ranks. "
+            self._failures.append(
+                f"{message.label}{stage} did not get through after {monotonic() - started_s:.1f} s: {error}. "
+                f"{'' if isinstance(error, UpdateError) else other_rank}This rank starts no further collective"
+            )
+            raise CollectiveError(self._failures[-1]) from error
+        is_last = flat or self._number == len(STAGES) - 1
+        if message.on_end is not None:
+            message.on_end(works, is_last)
+        return is_last
+
+
+class HostLane:
+    """Threads that run exchanges and wait for them: one, or with nodes one for each stage."""
+
+    def __init__(self, group: Group, name: str, failures: list[str]) -> None:
+        self.group = group
+        self.nodes: NodeGroups | None = None
+        self._name = name
+        self._failures = failures
+        self._stages = [HostStage(BETWEEN, name, failures)]
 
     def submit(self, message: Message) -> Future[torch.Tensor]:
         if self._failures:
@@ -78,86 +181,89 @@ class HostLane:
         done: Future[torch.Tensor] = Future()
         # DDP's reducer cannot read an exception that was set on a future, but it can read one raised in then().
         readable = done.then(lambda future: future.wait())
-        self._queue.put((message, done))
+        self._stages[0].put(Job(message, done))
         return readable
 
+    def use_nodes(self, nodes: NodeGroups) -> None:
+        self.nodes = nodes
+        (between,) = self._stages
+        scatter, gather = (HostStage(number, f"{self._name}-{number}", self._failures) for number in (0, 2))
+        scatter.after, between.after = between, gather
+        self._stages = [scatter, between, gather]
+
     def close(self, timeout_s: float) -> bool:
-        self._queue.put(None)
-        if self._thread is not threading.current_thread():  # it is, if this thread ran the garbage collector
-            self._thread.join(timeout_s)
-        ended = not self._thread.is_alive()
-        if ended:  # a closed model that is still referenced must not hold the group's connections
-            self._kept_works.clear()
-            del self.group
-        return ended
-
-    def _loop(self) -> None:
-        while (job := self._queue.get()) is not None:
-            message, done = job
-            try:
-                self._run(message)
-            except BaseException as error:
-                done.set_exception(error)  # type: ignore[arg-type]
-            else:
-                done.set_result(message.result)
-            del job, message, done  # so that the last bucket is freed while get() blocks
-
-    def _run(self, message: Message) -> None:
-        if self._failures:
-            raise CollectiveError(self._failures[0])
-        started_s = monotonic()
-        works = []
-        try:
-            for work in message.steps:
-                works.append(work)
-                self._kept_works.append(work)
-                work.wait()
-        except Exception as error:
-            other_rank = "Another rank has died, stalled or left this step: look for the first error among all ranks. "
-            self._failures.append(
-                f"{message.label} did not get through after {monotonic() - started_s:.1f} s: {error}. "
-                f"{'' if isinstance(error, UpdateError) else other_rank}This rank starts no further collective"
-            )
-            raise CollectiveError(self._failures[-1]) from error
-        if message.on_end is not None:
-            message.on_end(works)
+        deadline_s = monotonic() + timeout_s
+        ended = [stage.close(max(0.0, deadline_s - monotonic())) for stage in self._stages]
+        if all(ended):  # a closed model that is still referenced must not hold the groups' connections
+            del self.group, self.nodes
+        return all(ended)
 
 
 class StreamLane:
-    """A side stream on which exchanges run, or that waits for them; the host never waits.
+    """Side streams on which exchanges run, or that wait for them; the host never waits.
 
     An exchange that computes runs on the side stream from its first step to its last (see ``Communicator``). One
     that only sends is issued from the caller's stream and runs on the group's own, so that the communicator can start
     the next message at once; nothing is put on the side stream but the wait for its end, not even an event: with few
     hardware queues (under MPS, or CUDA_DEVICE_MAX_CONNECTIONS=1) work that waits there can delay the computation behind
-    it. Without ``own_stream`` whole exchanges run on the caller's stream.
+    it. Without ``own_stream`` whole exchanges run on the caller's stream. With nodes each stage has a stream.
     """
 
     def __init__(self, group: Group, device: torch.device, own_stream: bool = True) -> None:
         self.group = group
+        self.nodes: NodeGroups | None = None
         self._device = device
         self._stream = torch.cuda.Stream(device, priority=-1) if own_stream else None
+        self._inside: Sequence[torch.cuda.Stream] = ()
 
     def submit(self, message: Message) -> Future[torch.Tensor]:
+        if len(message.stages) > 1:
+            return self._submit_stages(message)
         works = []
+        (steps,) = message.stages
         if self._stream is not None and message.on_side_stream:
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
         elif self._stream is not None:
-            works.append(next(message.steps))
+            works.append(next(steps))
         with torch.cuda.stream(self._stream):  # None: the caller's
             for work in works:
                 work.wait()  # the stream waits; the host does not
-            for work in message.steps:
+            for work in steps:
                 works.append(work)
                 work.wait()
             if message.on_end is not None:
-                message.on_end(works)
-            done: Future[torch.Tensor] = Future(devices=[self._device])
-            done.set_result(message.result)
-        return done
+                message.on_end(works, True)
+            return self._done(message)
+
+    def use_nodes(self, nodes: NodeGroups) -> None:
+        self.nodes = nodes
+        self._inside = [torch.cuda.Stream(self._device, priority=-1) for _ in range(2)]
 
     def close(self, timeout_s: float) -> bool:  # noqa: ARG002
         return True
+
+    def _submit_stages(self, message: Message) -> Future[torch.Tensor]:
+        assert self._stream is not None  # lanes with nodes have streams of their own
+        before = torch.cuda.current_stream(self._device)
+        scatter, gather = self._inside
+        for stream, steps in zip((scatter, self._stream, gather), message.stages, strict=True):
+            stream.wait_stream(before)
+            before = stream
+            works = []
+            with torch.cuda.stream(stream):
+                for work in steps:
+                    works.append(work)
+                    work.wait()
+                if message.on_end is not None:
+                    message.on_end(works, stream is gather)
+        with torch.cuda.stream(gather):
+            return self._done(message)
+
+    def _done(self, message: Message) -> Future[torch.Tensor]:
+        """A future that is done when the current stream is."""
+        done: Future[torch.Tensor] = Future(devices=[self._device])
+        done.set_result(message.result)
+        return done
 
 
 class Lanes:
@@ -238,6 +344,15 @@ class Lanes:
             else:
                 self._lanes.append(HostLane(self._new_group(number), f"anabranch-lane-{number}", self._failures))
 
+    def use_nodes(self, nodes: Nodes, numbers: Iterable[int]) -> None:
+        """Let these lanes take two-level exchanges. Collective, as ``grow``.
+
+        Not all lanes: NCCL's communicators take memory, and time to set up.
+        """
+        for number in sorted(numbers):
+            if self._lanes[number].nodes is None:
+                self._lanes[number].use_nodes(self._new_node_groups(number, nodes))
+
     def close(self, timeout_s: float = CLOSE_S) -> None:
         """End the threads, all within this time, and destroy the groups that were created here."""
         self._closed = True
@@ -257,15 +372,30 @@ class Lanes:
             destroy_clone(group)
 
     def _new_group(self, number: int) -> Group:
-        backend = "gloo"
-        options: Any = None
-        if self._device.type == "cuda":
-            backend = dist.get_backend(self._group)
-            if self._max_ctas is not None:
-                options = dist.ProcessGroupNCCL.Options()
-                options.config.max_ctas = self._max_ctas
-                if (timeout := timeout_of(self._group)) is not None:
-                    options._timeout = timeout  # torch warns if it differs from the group's
-        group = clone_group(self._group, backend, f"anabranch lane {number}", options, self._siblings)
+        group = clone_group(
+            self._group, self._backend(), f"anabranch lane {number}", self._options(self._max_ctas), self._siblings
+        )
         self._own_groups.append(group)
         return group
+
+    def _new_node_groups(self, number: int, nodes: Nodes) -> NodeGroups:
+        inside, between = nodes.ranks, nodes.places
+        made = []
+        for stage, parts in (("scatter", inside), ("between", between), ("gather", inside)):
+            options = self._options(self._max_ctas if parts is between else None)  # inside, links are fast
+            made.append(clone_part(self._group, self._backend(), f"anabranch lane {number} {stage}", parts, options))
+        self._own_groups += made
+        return NodeGroups(*made)
+
+    def _backend(self) -> str:
+        return dist.get_backend(self._group) if self._device.type == "cuda" else "gloo"
+
+    def _options(self, max_ctas: int | None) -> Any:
+        """Options for an NCCL communicator that runs on this many multiprocessors; None: NCCL's own."""
+        if self._device.type != "cuda" or max_ctas is None:
+            return None
+        options = dist.ProcessGroupNCCL.Options()
+        options.config.max_ctas = max_ctas
+        if (timeout := timeout_of(self._group)) is not None:
+            options._timeout = timeout  # torch warns if it differs from the group's
+        return options

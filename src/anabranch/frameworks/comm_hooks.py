@@ -22,6 +22,7 @@ from anabranch.exchange.external_buckets import ExternalBuckets, only_kind
 from anabranch.exchange.groups import USE_A_TORCH_GROUP, default_group, no_clone_reason
 from anabranch.exchange.interface import Scaler
 from anabranch.exchange.lanes import Lanes, Message
+from anabranch.exchange.nodes import GivenNodes, check_given, find_nodes
 from anabranch.values.kinds.names import DENSE
 from anabranch.values.kinds.options import OkTopk, Quantised
 
@@ -31,12 +32,18 @@ class CommHookState:
 
     module: the model, wrapped or not; its parameters' names are in checkpoints. compress: "bf16", "int8", "int4",
     ``Quantised(...)`` or ``OkTopk(...)``. process_group: that of DDP, by default the group of all ranks. It need not
-    exist yet: groups and threads are made in the first backward pass, on all ranks.
+    exist yet: groups and threads are made in the first backward pass, on all ranks. nodes: as for DataParallel; where
+    there are some, gradients are summed inside them first.
     """
 
     def __init__(
-        self, module: nn.Module, compress: str | Quantised | OkTopk, process_group: dist.ProcessGroup | None = None
+        self,
+        module: nn.Module,
+        compress: str | Quantised | OkTopk,
+        process_group: dist.ProcessGroup | None = None,
+        nodes: GivenNodes = "auto",
     ) -> None:
+        check_given(nodes)
         settings = settings_of(compress)
         if not isinstance(settings, Quantised | OkTopk) or only_kind(settings) is None:
             raise ValueError(
@@ -52,6 +59,7 @@ class CommHookState:
         self.settings: Settings = settings
         self._module: nn.Module = module if ddp is None else ddp.module
         self._group = process_group
+        self._nodes: GivenNodes = nodes
         self._started: tuple[ExternalBuckets, Lanes] | None = None
         self._scaler: Scaler | None = None
         self._names: dict[torch.Tensor, str] = {}
@@ -86,15 +94,19 @@ class CommHookState:
         exchanges, lanes = self._start()
         if not len(lanes):  # the first backward pass, where all ranks are
             lanes.grow(1)
-            check_same("the state of the comm hook", exchanges.agreed(), lanes[0].group)
+            group = lanes[0].group
+            check_same("the state of the comm hook", [*exchanges.agreed(), f"nodes {self._nodes}"], group)
+            if (nodes := find_nodes(self._nodes, group).nodes) is not None:
+                lanes.use_nodes(nodes, [0])
+                exchanges.use_nodes(nodes, dist.get_rank(group))
         names = [self._names[parameter] for parameter in bucket.parameters()]
         buffer = bucket.buffer()
         kind = exchanges.kind_of(buffer.dtype)
         label = f"the bucket to {names[-1]} ({len(names)} gradients, {kind})"
-        steps = exchanges.steps(names, buffer, lanes[0].group, self._scaler)
+        stages = exchanges.stages(names, buffer, lanes[0], self._scaler)
         if bucket.is_last():  # the first may be ready in the backward of a re-entrant checkpoint, inside backward
             exchanges.end_with_this_backward()
-        return lanes[0].submit(Message(steps, buffer, label, on_side_stream=kind != DENSE))
+        return lanes[0].submit(Message(stages, buffer, label, on_side_stream=kind != DENSE))
 
     def _start(self) -> tuple[ExternalBuckets, Lanes]:
         """The exchanges and their lane; made at the first use."""

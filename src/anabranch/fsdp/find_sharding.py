@@ -221,12 +221,7 @@ class _Trial:
         return seconds
 
 
-def measure_links(
-    mesh: DeviceMesh,
-    device: torch.device,
-    largest_nbytes: int = LARGEST_NBYTES,
-    inside_collectives: Mapping[str, Collective] = SHARDED,
-) -> Links:
+def measure_links(mesh: DeviceMesh, device: torch.device, largest_nbytes: int = LARGEST_NBYTES) -> Links:
     """The networks of a mesh: inside its last dimension, and between along the first of two. Collective.
 
     Between nodes all ranks of a node send at the same time, as in training: they may share the node's link.
@@ -239,9 +234,9 @@ def measure_links(
 
     overlaps = device.type == "cuda"
     if mesh.ndim == 1:
-        return Links(network(mesh.get_group(0), inside_collectives), overlaps=overlaps)
+        return Links(network(mesh.get_group(0), SHARDED), overlaps=overlaps)
     nodes, inside = mesh.get_group(0), mesh.get_group(1)
-    within = agree_on(Network, network(inside, inside_collectives), nodes)
+    within = agree_on(Network, network(inside, SHARDED), nodes)
     between = agree_on(Network, network(nodes, {}, contending=inside), inside)
     return Links(within, between, overlaps=overlaps)
 

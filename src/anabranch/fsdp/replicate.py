@@ -13,6 +13,7 @@ import weakref
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -29,7 +30,7 @@ from anabranch.exchange.dense import all_finite, dense
 from anabranch.exchange.external_buckets import ExternalBuckets, only_kind
 from anabranch.exchange.groups import USE_A_TORCH_GROUP, no_clone_reason
 from anabranch.exchange.interface import Group, Scaler, Steps, record_stream
-from anabranch.exchange.lanes import Lanes, Message
+from anabranch.exchange.lanes import Lane, Lanes, Message
 from anabranch.fsdp.mesh import check_same_over, fails_together, inherit_timeouts
 from anabranch.fsdp.torch_internals import gradient_dtype, is_finalized_by_hand, is_in_backward, sharded_units
 from anabranch.observe.step_timer import tensors_in
@@ -270,10 +271,12 @@ class Replication:
             self._exchanges.end_with_this_backward()  # unless that of the model's output will end it
         whole = unit.is_whole(buffer)
         # Else FSDP2 does not say which parameters have no gradient.
-        steps = self._steps(unit, buffer, lane.group) if whole else dense(buffer, lane.group, lane.group.size())
+        steps = self._steps(unit, buffer, lane) if whole else dense(buffer, lane.group, lane.group.size())
         record_stream(buffer)  # FSDP2 has it from another stream, and may drop it while this one still uses it
         kind = self._exchanges.kind_of(buffer.dtype)
-        lane.submit(Message(steps, buffer, f"{unit.label} between nodes ({kind})")).wait()  # on a GPU the host does not
+        lane.submit(
+            Message((steps,), buffer, f"{unit.label} between nodes ({kind})")
+        ).wait()  # on a GPU the host does not
         if unit.record.gradient_divide_factor is not None:  # set_gradient_divide_factor(): HSDP adds between nodes then
             buffer *= self.node_count
         self._last[unit.label] = buffer.numel(), buffer.dtype, whole
@@ -306,19 +309,19 @@ class Replication:
             check_same("the state of the replication", self._exchanges.agreed(), nodes)
         self._compared = True
 
-    def _steps(self, unit: ReplicatedUnit, buffer: torch.Tensor, group: Group) -> Steps:
+    def _steps(self, unit: ReplicatedUnit, buffer: torch.Tensor, lane: Lane) -> Steps:
         """The exchange of a unit; of a copy where a scaler may skip the step: what was sent is then put back from it.
 
         From the buffer it could not: where gradients are float16, FSDP2 divides it once more, in place.
         """
         names = list(unit.shards)
         if self._scaler is None:
-            return self._exchanges.steps(names, buffer, group, None)
+            return chain(*self._exchanges.stages(names, buffer, lane, None))
         copy = buffer.clone()
-        steps = self._exchanges.steps(names, copy, group, self._scaler)
+        stages = self._exchanges.stages(names, copy, lane, self._scaler)
 
         def exchanged() -> Steps:
-            yield from steps
+            yield from chain(*stages)
             buffer.copy_(copy)
 
         return exchanged()

@@ -19,10 +19,20 @@ from anabranch.ddp.compiled.graphs import CompiledGraphs
 from anabranch.ddp.reducer import compiled_as_ddp
 from anabranch.ddp.wrap_checks import check_outermost, check_unwrapped, dtensor_reason
 from anabranch.exchange.agreement import all_or_none, check_same, from_rank_0
-from anabranch.exchange.compression import Compress, Settings, collectives_for, described, may_be_sparse, settings_of
+from anabranch.exchange.compression import (
+    Compress,
+    Settings,
+    collectives_for,
+    described,
+    keeps_residuals,
+    may_be_sparse,
+    name_of,
+    settings_of,
+)
 from anabranch.exchange.groups import USE_A_TORCH_GROUP, default_group, no_clone_reason
 from anabranch.exchange.interface import Scaler
 from anabranch.exchange.model_parameters import ignored_names, model_parts
+from anabranch.exchange.nodes import FoundNodes, GivenNodes
 from anabranch.lean.activations.profiler import PROFILED_STEPS, ChoiceMessage, ManagedActivations
 from anabranch.lean.activations.solver import BlockCosts
 from anabranch.lean.bucket_update import BucketUpdater
@@ -84,6 +94,7 @@ class LeanDataParallel(Tuned, nn.Module):
         plan: Plan | str | os.PathLike[str] | None = None,
         network: Network | None = None,
         lanes: int | None = None,
+        nodes: GivenNodes = "auto",
         profile_steps: int = 6,
         policy: TuningPolicy = DEFAULT_POLICY,
         cache: str | os.PathLike[str] | bool | None = None,
@@ -97,7 +108,7 @@ class LeanDataParallel(Tuned, nn.Module):
         dtensor_reason(module)
         compress = settings_of(compress)
         _check_arguments(unnamed, others, compress, memory)
-        tuning = TuningOptions(planner, plan, network, lanes, profile_steps, cache=cache, policy=policy)
+        tuning = TuningOptions(planner, plan, network, lanes, profile_steps, cache=cache, policy=policy, nodes=nodes)
         group = process_group or default_group()
         if reason := no_clone_reason(group):
             raise ValueError(f"DataParallel with memory=Lean(...) cannot run here: {reason}. {USE_A_TORCH_GROUP}")
@@ -105,6 +116,8 @@ class LeanDataParallel(Tuned, nn.Module):
         settings = [described(compress), f"{policy}", memory.described(), of_ddp]
         tuning = tuning.agreed(model_parts(module), group, *settings, by_name=True)
         compress = None if tuning.turned_off else compress
+        if reason := _flat_reason(compress, find_unused_parameters, memory):
+            tuning = replace(tuning, found_nodes=FoundNodes(None, reason))
         self.module = module
         self.memory = memory
         self._compress = compress
@@ -393,6 +406,17 @@ def _check_arguments(unnamed: tuple[Any, ...], others: dict[str, Any], compress:
             f"OkTopk momentum is {compress.momentum}, and under Lean gradients are added to the residual as they "
             "arrive: expected 0; use the momentum of the optimizer"
         )
+
+
+def _flat_reason(compress: Settings, find_unused: bool, memory: Lean) -> str:
+    """Why no exchange may have two levels under Lean; empty if some may."""
+    if keeps_residuals(compress):
+        return f"under Lean compress={name_of(compress)} adds gradients to whole residuals"
+    if find_unused:
+        return "under Lean find_unused_parameters=True sends more behind each bucket"
+    if memory.within is not None:
+        return "Lean(within=...) has no account of what two levels need meanwhile"
+    return ""
 
 
 def _trainable_parameters(module: nn.Module) -> dict[str, nn.Parameter]:

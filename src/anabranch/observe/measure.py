@@ -5,6 +5,7 @@ so that the whole stays within a budget. Every rank returns the network that ran
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from operator import itemgetter
 from statistics import median
@@ -18,10 +19,14 @@ from anabranch.exchange.agreement import agree_on, wire_device
 from anabranch.exchange.dense import dense
 from anabranch.exchange.interface import Collective, Group, Steps, issued
 from anabranch.exchange.interface import all_gather as issue_all_gather
+from anabranch.exchange.lanes import NodeGroups
+from anabranch.exchange.two_level import INSIDE, stage_probes
 from anabranch.observe.clock import Clock, clock_for
 from anabranch.observe.environment import machine_facts, network_note
 from anabranch.values.checks import Scalar
-from anabranch.values.network import ALL_GATHER, REDUCE_SCATTER, Contention, Network
+from anabranch.values.curve import Curve
+from anabranch.values.kinds.names import is_two_level
+from anabranch.values.network import ALL_GATHER, REDUCE_SCATTER, Contention, InsideNodes, Network
 
 SMALLEST_NBYTES = 1 << 10
 LARGEST_NBYTES = 64 << 20
@@ -58,6 +63,7 @@ def measure(
     collectives: Mapping[str, Collective] = JUST_DENSE,
     growth: int = 2,
     contending: Group | None = None,
+    nodes: NodeGroups | None = None,
 ) -> Network:
     """The network among the ranks of ``lanes`` (process groups of the same ranks; the first is the main one).
 
@@ -69,10 +75,16 @@ def measure(
     ``contending``: a group of this rank and of ranks that measure networks of their own at the same time, over the same
     links. They start every message together, as they will in training, so that each gets its share of the links. The
     two kinds of groups must form a grid, as those of a mesh do.
+
+    ``nodes``: groups on which ``collectives`` are measured on two levels, too. All ranks start these messages together.
     """
     if not budget_s > 0:
         raise ValueError(f"budget_s is {budget_s}: expected more than zero seconds")
+    if nodes is not None:
+        averaging = {name: collective for name, collective in collectives.items() if name not in SHARDED}
+        collectives = {**collectives, **stage_probes(averaging, nodes)}
     stopwatch = Stopwatch(lanes[0], clock_for(device), contending)
+    together = Stopwatch(lanes[0], clock_for(device), lanes[0])
     budget_s = stopwatch.as_rank_0(budget_s)
     world_size = dist.get_world_size(lanes[0])
     sizes = message_sizes(max(largest_nbytes, 2 * SMALLEST_NBYTES), growth)
@@ -82,11 +94,12 @@ def measure(
     share_s = budget_s / (len(collectives) * len(sizes) + 2 * (len(lanes) > 1))
     curves = {
         name: _points(
-            stopwatch,
+            watch,
             whole_shares(sizes, world_size) if name in SHARDED else sizes,
-            partial(_point, stopwatch, collective, lanes[0], device, share_s),
+            partial(_point, watch, collective, lanes[0], device, share_s),
         )
         for name, collective in collectives.items()
+        for watch in [together if name in INSIDE or is_two_level(name) else stopwatch]
     }
     contention = Contention()
     if len(lanes) > 1:
@@ -94,7 +107,11 @@ def measure(
         probe_nbytes = int(stopwatch.as_rank_0(contention_nbytes(curves["dense"])))
         contention = Contention(tuple(slowdowns(stopwatch, lanes, device, probe_nbytes, start_s, share_s)))
     facts = {**measurement_facts(lanes[0], device, curves["dense"], budget_s), WARM_UP: warm_up_s}
-    network = Network.measured(world_size, curves, contention=contention, meta=facts)
+    inside = None
+    if nodes is not None:
+        scatter, gather = (Curve.through(curves.pop(stage)) for stage in INSIDE)
+        inside = InsideNodes(nodes.scatter.size(), scatter, gather)
+    network = replace(Network.measured(world_size, curves, contention=contention, meta=facts), inside=inside)
     return agree_on(Network, network, lanes[0])
 
 

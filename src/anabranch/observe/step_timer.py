@@ -20,16 +20,17 @@ from torch.autograd import Variable
 
 from anabranch.observe.clock import Clock
 from anabranch.values.plan import Plan, bucket_label
-from anabranch.values.timeline import COMPUTE, Span, Timeline, lane_track
+from anabranch.values.timeline import COMPUTE, Span, Timeline, inside_track, lane_track
 
 KEPT_STEPS = 64
+STAGES = ("scatter", "", "gather")  # of a two-level exchange; the one between nodes is what other exchanges are
 
 
 @dataclass(slots=True)
 class StepMarks:
     """Instants of one step, as marks of the timer's clock.
 
-    buckets   (index in the plan, launch, end) of each bucket, where buckets are timed
+    buckets   (index in the plan, launch, ends of its stages) of each bucket, where buckets are timed
     ready     when each gradient was ready, by name and in order, where gradients are timed
     """
 
@@ -37,7 +38,7 @@ class StepMarks:
     backward: object | None = None  # the first gradient of the output: forward and loss are over
     computed: object | None = None  # backward is over
     averaged: object | None = None  # communication is over, too: backward() returns
-    buckets: list[tuple[int, object, object]] = field(default_factory=list)
+    buckets: list[tuple[int, object, list[object]]] = field(default_factory=list)
     ready: dict[str, object] = field(default_factory=dict)
 
 
@@ -194,13 +195,21 @@ class StepTimer:
         """
         self._silent_steps = steps - 1
 
-    def mark_bucket(self, index: int) -> Callable[[list[dist.Work]], None] | None:
-        """Mark the launch of a bucket. The returned function marks its end; None if buckets are not timed now."""
+    def mark_bucket(self, index: int) -> Callable[[list[dist.Work], bool], None] | None:
+        """Mark the launch of a bucket. The returned function marks the end of each stage, given its works and whether
+        it is the last one; None if buckets are not timed now.
+        """
         step = self._current
         if step is None or not self._bucket_timings:
             return None
-        launched = self.clock.mark()
-        return lambda works: step.buckets.append((index, launched, self.clock.mark_end(launched, works)))
+        launched, ends = self.clock.mark(), list[object]()
+
+        def stage_over(works: list[dist.Work], is_last: bool) -> None:
+            ends.append(self.clock.mark_end(launched, works) if works else ends[-1])  # a share may be empty
+            if is_last:
+                step.buckets.append((index, launched, ends))
+
+        return stage_over
 
     def last_steps(self, count: int) -> list[StepMarks]:
         """The last ``count`` steps, or as many as there are."""
@@ -314,9 +323,14 @@ def tensors_in(output: Any) -> list[torch.Tensor]:
 
 
 class BucketTimes(NamedTuple):
-    """When bucket ``number`` of a plan was launched, began (its lane was free) and ended, in one step."""
+    """When a stage of bucket ``number`` of a plan could begin, began (its turn had come) and ended, in one step.
+
+    stage   "scatter" or "gather" for those inside nodes; else empty, and ``launched_s`` is when the bucket was launched
+            or, in a two-level exchange, scattered
+    """
 
     number: int
+    stage: str
     launched_s: float
     begin_s: float
     end_s: float
@@ -324,16 +338,19 @@ class BucketTimes(NamedTuple):
 
 def bucket_times(step: StepMarks, plan: Plan, clock: Clock, origin: object) -> Iterator[BucketTimes]:
     """The times of buckets whose ends were observed, in launch order; seconds count from the mark ``origin``."""
-    free_s = dict.fromkeys(range(plan.lanes), -inf)
-    for index, launched, end in sorted(step.buckets, key=lambda item: item[0]):
+    free_s: dict[tuple[int, str], float] = {}
+    for index, launched, ends in sorted(step.buckets, key=lambda item: item[0]):
         lane = plan.buckets[index].lane
-        observed_s = clock.elapsed_to_end_s(origin, end)
-        if observed_s is None:  # then the launch may have no time yet, either
+        observed_s = [clock.elapsed_to_end_s(origin, end) for end in ends]
+        if None in observed_s:  # then the launch may have no time yet, either
             continue
         launched_s = clock.elapsed_s(origin, launched)
-        end_s = max(launched_s, observed_s)
-        yield BucketTimes(index, launched_s, min(max(launched_s, free_s[lane]), end_s), end_s)
-        free_s[lane] = end_s
+        for stage, observed in zip(STAGES if len(ends) > 1 else ("",), observed_s, strict=True):
+            assert observed is not None  # none is
+            end_s = max(launched_s, observed)
+            begin_s = min(max(launched_s, free_s.get((lane, stage), -inf)), end_s)
+            yield BucketTimes(index, stage, launched_s, begin_s, end_s)
+            launched_s = free_s[lane, stage] = end_s
 
 
 def timeline_of(step: StepMarks, plan: Plan | None, clock: Clock) -> Timeline:
@@ -350,5 +367,8 @@ def timeline_of(step: StepMarks, plan: Plan | None, clock: Clock) -> Timeline:
         for times in bucket_times(step, plan, clock, step.backward):
             bucket = plan.buckets[times.number]
             label = bucket_label(times.number, bucket.collective, bucket.names)
-            spans.append(Span(lane_track(bucket.lane), label, times.begin_s, times.end_s))
+            if times.stage:
+                spans.append(Span(inside_track(bucket.lane), f"{label}, {times.stage}", times.begin_s, times.end_s))
+            else:
+                spans.append(Span(lane_track(bucket.lane), label, times.begin_s, times.end_s))
     return Timeline(tuple(spans), {"source": "measured"})

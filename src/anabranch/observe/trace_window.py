@@ -145,6 +145,7 @@ class TraceWindow(StepObserver):
                 "index": times.number,
                 "lane": bucket.lane,
                 "collective": bucket.collective,
+                "stage": times.stage,
                 "names": bucket.names,
                 "nbytes": sum(parameters[name].numel() * parameters[name].element_size() for name in bucket.names),
                 "launched_s": anchor.host_s + times.launched_s,

@@ -279,7 +279,7 @@ class CalibratedNetwork:
         largest = min(max(nbytes, SMALLEST_LARGEST_NBYTES), LARGEST_NBYTES)
         shortest_s, longest_s = MEASUREMENT_S
         budget_s = min(longest_s, max(shortest_s, left_s / 3))
-        self.known = measure(self.lanes.groups, device, largest, budget_s, probes, growth=4)
+        self.known = measure(self.lanes.groups, device, largest, budget_s, probes, growth=4, nodes=self.lanes[0].nodes)
         return self.known
 
     def calibrate(self, trace: Trace, trials: Sequence[Trial], several_lanes: bool) -> bool:

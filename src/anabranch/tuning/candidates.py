@@ -4,6 +4,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
+from operator import itemgetter
 from threading import Thread
 
 import torch.distributed as dist
@@ -19,7 +20,7 @@ from anabranch.planning.simulator import messages
 from anabranch.tuning.options import TuningOptions
 from anabranch.tuning.trial import PRICE_OF_FIDELITY, predicted_s
 from anabranch.values.kinds.fidelity import error_of, error_of_plan, is_compressed
-from anabranch.values.kinds.names import DENSE, EVERY_ELEMENT
+from anabranch.values.kinds.names import DENSE, EVERY_ELEMENT, between_nodes, is_two_level, two_level
 from anabranch.values.network import Network
 from anabranch.values.plan import Plan
 from anabranch.values.trace import Trace
@@ -48,12 +49,31 @@ class _CandidatePlanner:
         planner = planners.PLANNERS[given] if isinstance(given, str) else given
         name = given if isinstance(given, str) else getattr(planner, "__name__", "your planner")
         plain = name, planner(self.trace, self.network)
-        return [*self._compressed(plain), *self._and_on_lanes(plain, DENSE)]
+        dense = self._and_on_lanes(plain, DENSE)
+        if self._on_nodes(DENSE) and given == "optimal":
+            exact = planners.optimal(self.trace, self.network, collective=two_level(DENSE))
+            exact = self._with_dense(exact, two_level(DENSE))
+            if any(is_two_level(bucket.collective) for bucket in exact.buckets):
+                dense = self._soonest_first(dense, [(f"{name}, {two_level(DENSE)}", exact)])
+        return [*self._compressed(plain), *dense]
+
+    def _on_nodes(self, kind: str) -> bool:
+        """Whether a plan may have this kind on two levels."""
+        return self.options.found_nodes.nodes is not None and two_level(kind) in self.network.curves
+
+    def _with_levels(self, kinds: Sequence[str]) -> list[str]:
+        """These kinds, and those of them on two levels that a plan may have."""
+        return [*kinds, *(two_level(kind) for kind in kinds if self._on_nodes(kind))]
+
+    def _soonest_first(self, *ways: Candidates) -> Candidates:
+        """All plans; first those of the way that has the soonest one."""
+        ends_s = [min((self._predicted_s(plan) for _, plan in way), default=0.0) for way in ways]
+        return [found for _, way in sorted(zip(ends_s, ways, strict=True), key=itemgetter(0)) for found in way]
 
     def _and_on_lanes(self, one_lane: tuple[str, Plan], kind: str) -> Candidates:
         """This plan of one kind, and one on several lanes if that is predicted to gain enough."""
         lanes = self.options.lanes or 2
-        if lanes == 1:
+        if lanes == 1 or is_two_level(kind):  # whose stages overlap on one lane, which has communicators enough
             return [one_lane]
         several = self._with_dense(planners.lanes(self.trace, self.network, lanes=lanes, collective=kind), kind)
         gain = 1 - self._predicted_s(several) / self._predicted_s(one_lane[1])
@@ -71,9 +91,10 @@ class _CandidatePlanner:
         if not options.kinds:
             return []
         if options.mixes:
-            errors = {kind: error_of(kind) for kind in (DENSE, *options.kinds)}
-            mixed = least_lossy(trace, network, errors, options.excluded)
-            mixed = with_fewer_messages(trace, network, mixed, errors, options.excluded)
+            errors = {kind: error_of(kind) for kind in self._with_levels((DENSE, *options.kinds))}
+            excluded = {kind: self._excluded(kind) for kind in errors}
+            mixed = least_lossy(trace, network, errors, excluded)
+            mixed = with_fewer_messages(trace, network, mixed, errors, excluded)
             # Before it the plan that it has to be as fast as. Only live steps show what many messages cost, and how
             # much full ones slow computing, while they are transferred: also where all is predicted to be hidden.
             transfers_s = sum(message.transfer_s for message in messages(trace, mixed, network))
@@ -84,11 +105,11 @@ class _CandidatePlanner:
         if kind in EVERY_ELEMENT and options.planner != "optimal":  # other planners do not know what it costs
             rounded = f"{plain[0]}, {kind}", self._with_dense(planners.using(plain[1], kind), kind)
             return _with_compressed(self._and_on_lanes(rounded, kind))
-        return _with_compressed(self._of_one_kind(kind))
+        return self._soonest_first(*(_with_compressed(self._of_one_kind(one)) for one in self._with_levels([kind])))
 
     def _of_one_kind(self, kind: str) -> Candidates:
         """The planned buckets of one compressed kind, with those dense that must not use it."""
-        if kind not in EVERY_ELEMENT:
+        if between_nodes(kind) not in EVERY_ELEMENT:
             return [(kind, compressed(self.trace, self.network, kind, self._excluded(kind)))]
         best = self._with_dense(planners.optimal(self.trace, self.network, collective=kind), kind)
         return self._and_on_lanes((f"optimal, {kind}", best), kind)
@@ -98,7 +119,9 @@ class _CandidatePlanner:
 
         Empty if no gradient may use any kind. Plans without a compressed bucket do not count.
         """
-        plans = _with_compressed([found for kind in self.options.kinds for found in self._of_one_kind(kind)])
+        plans = _with_compressed(
+            [found for kind in self._with_levels(self.options.kinds) for found in self._of_one_kind(kind)]
+        )
         ends_s = [self._predicted_s(plan) for _, plan in plans]
         soonest_s = min(ends_s, default=0.0) * (1 + PRICE_OF_FIDELITY)
         in_time = [(end_s, found) for end_s, found in zip(ends_s, plans, strict=True) if end_s <= soonest_s]

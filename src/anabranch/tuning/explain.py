@@ -3,13 +3,15 @@
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from anabranch.exchange.nodes import UNKNOWN, FoundNodes
 from anabranch.observe.measure import POOR_SPREAD
 from anabranch.planning.simulator import lower_bound_s
 from anabranch.tuning.decisions import step_noise
 from anabranch.tuning.trial import Trial, prediction_s, share_of_recorded
 from anabranch.values.files import plain
-from anabranch.values.kinds.names import DENSE
-from anabranch.values.network import Network
+from anabranch.values.kinds.fidelity import is_compressed
+from anabranch.values.kinds.names import DENSE, is_two_level, two_level
+from anabranch.values.network import InsideNodes, Network
 from anabranch.values.plan import Bucket, Plan
 from anabranch.values.trace import Trace
 
@@ -28,6 +30,7 @@ class Findings:
     cost            what searching has cost; empty before the first trial
     errors          measured relative errors of compressed buckets, once there are samples
     graph_lines     the graphs of a compiled model
+    nodes           the ranks' nodes, or why exchanges are flat
     """
 
     stage: str
@@ -41,6 +44,7 @@ class Findings:
     cost: str = ""
     errors: Mapping[Bucket, float] = field(default_factory=dict)
     graph_lines: Sequence[str] = ()
+    nodes: FoundNodes = UNKNOWN
 
 
 def explanation(found: Findings) -> str:
@@ -59,6 +63,7 @@ def explanation(found: Findings) -> str:
         if name := trace.meta.get("order_changed_at"):
             lines.append(f"Gradients change their order between steps, first at {name}: plans may wait for late ones.")
     lines += found.graph_lines
+    lines.append(str(found.nodes))
     title = f"Network ({found.network_note})" if found.network_note else "Network"
     if network is not None:
         whole_s = network.allreduce_s(trace.nbytes) if trace is not None else 0.0
@@ -66,6 +71,8 @@ def explanation(found: Findings) -> str:
             f"{title}: {network.world_size} ranks, {network.curve('dense').start_s * 1e3:.3f} ms per message, "
             f"{whole_s * 1e3:.2f} ms for all gradients at once; {_second_lane_gain(network)}."
         )
+        if network.inside is not None and trace is not None:
+            lines.append(_inside_nodes(trace, network, network.inside))
         if notes := [str(note) for name, note in network.meta.items() if name.startswith("refined")]:
             lines.append(f"Corrected by live steps: {'; '.join(notes)}.")
         spread = network.meta.get("median_relative_spread")
@@ -112,7 +119,20 @@ def _exposed_bound(trace: Trace, network: Network) -> str:
         if network.allreduce_s(trace.nbytes) < trace.backward_s - first.ready_s
         else "communication takes longer than backward"
     )
-    return f"At least {least_ms:.2f} ms stay exposed under any plan on one lane, since {reason}."
+    flat = " between all ranks" if network.inside is not None else ""
+    return f"At least {least_ms:.2f} ms stay exposed with dense messages{flat} on one lane, since {reason}."
+
+
+def _inside_nodes(trace: Trace, network: Network, inside: InsideNodes) -> str:
+    """What sums inside nodes cost, and the exact exchange between nodes after them."""
+    between_ms, inside_ms = (
+        seconds * 1e3
+        for seconds in (
+            network.seconds(two_level(DENSE), trace.nbytes),
+            inside.scatter.seconds(trace.nbytes) + inside.gather.seconds(trace.nbytes),
+        )
+    )
+    return f"Summed inside nodes first, they take {inside_ms:.2f} ms there, and {between_ms:.2f} ms between nodes."
 
 
 def _second_lane_gain(network: Network) -> str:
@@ -167,10 +187,13 @@ def _bucket_rows(plan: Plan, trace: Trace | None, network: Network | None, error
         rows.append((str(index), str(bucket.lane), kind, mib, count, ready, takes, dense, error, last))
     lines = [f"Plan {plan.fingerprint[:12]}:", *_table(rows, left=(2, 9))]
     if dense_s > 0:
-        compressed = sum(bucket.collective != DENSE for bucket in plan.buckets)
+        kinds = [bucket.collective for bucket in plan.buckets if bucket.collective != DENSE]
+        ways = ["are compressed"] * any(map(is_compressed, kinds)) + ["sum inside nodes"] * any(
+            map(is_two_level, kinds)
+        )
         lines.append(
-            f"{compressed} of {len(plan)} buckets are compressed, which saves {(dense_s - taken_s) * 1e3:.2f} ms of "
-            f"the {dense_s * 1e3:.2f} ms that dense messages would take (predicted)."
+            f"{len(kinds)} of {len(plan)} buckets {' or '.join(ways)}, which saves {(dense_s - taken_s) * 1e3:.2f} ms "
+            f"of the {dense_s * 1e3:.2f} ms that dense messages between all ranks would take (predicted)."
         )
     if errors:
         lines.append(

@@ -13,9 +13,11 @@ from torch import nn
 from anabranch.exchange.agreement import agree_on, check_same, from_rank_0, same_on_all_ranks
 from anabranch.exchange.collectives import Collectives
 from anabranch.exchange.interface import Group
+from anabranch.exchange.nodes import ALONE, UNKNOWN, FoundNodes, GivenNodes, check_given, find_nodes
 from anabranch.planning import PLANNERS
 from anabranch.values.errors import FileError, NetworkError, PlanError
 from anabranch.values.files import load_as
+from anabranch.values.kinds.names import between_nodes, is_two_level
 from anabranch.values.network import Network
 from anabranch.values.plan import MAX_LANES, Plan
 from anabranch.values.trace import Trace
@@ -91,6 +93,7 @@ class TuningOptions:
     """The arguments of DataParallel that are not DDP's.
 
     ``kinds``, ``excluded`` and ``mixes``: as in ``Collectives``.
+    ``found_nodes``: what ranks found, once they have compared their machines.
     ``no_plan_reason``: what ranks found when they compared their models, if they cannot plan together.
     """
 
@@ -104,6 +107,8 @@ class TuningOptions:
     mixes: bool = False
     cache: str | os.PathLike[str] | bool | None = None
     policy: TuningPolicy = DEFAULT_POLICY
+    nodes: GivenNodes = "auto"
+    found_nodes: FoundNodes = UNKNOWN
     no_plan_reason: str = ""
 
     def __post_init__(self) -> None:
@@ -123,6 +128,7 @@ class TuningOptions:
             raise ValueError(f"lanes is {self.lanes}: expected 1 to {MAX_LANES}, or None to choose")
         if not isinstance(self.profile_steps, int) or self.profile_steps < 0:
             raise ValueError(f"profile_steps is {self.profile_steps}: expected 0 or more")
+        check_given(self.nodes)
         if not isinstance(self.policy, TuningPolicy):
             expected = "a TuningPolicy, such as TuningPolicy(min_gain=0.02)"
             raise ValueError(f"policy is a {type(self.policy).__name__}: expected {expected}")
@@ -155,10 +161,11 @@ class TuningOptions:
             f"lanes {self.lanes}",
             f"profile_steps {self.profile_steps}",
             f"cache {'off' if self.cache is False else 'on'}",  # rank 0's folder counts, so others may differ
+            f"nodes {self.nodes}",
         ]
 
     def agreed(self, parts: Mapping[str, str], group: Group, *further: str, by_name: bool) -> "TuningOptions":
-        """These options, with the plan that rank 0 reads if ``plan`` is a path. Collective.
+        """These options, with the plan that rank 0 reads if ``plan`` is a path, and the nodes found. Collective.
 
         If rank 0 finds ``ANABRANCH=off``, they are options for DDP's own buckets, and nothing is compared.
 
@@ -177,7 +184,8 @@ class TuningOptions:
             if by_name:  # which the settings decide, so it is the same on all ranks
                 check_same("the model", lines, group)
             reason = "parameters have other names on other ranks, and a plan names them"
-        return replace(self.with_plan_loaded(group), no_plan_reason=reason)
+        found_nodes = find_nodes(self.nodes, group)
+        return replace(self.with_plan_loaded(group), found_nodes=found_nodes, no_plan_reason=reason)
 
     def with_plan_loaded(self, group: Group) -> "TuningOptions":
         """These options with the plan that rank 0 reads, if ``plan`` is a path. Collective.
@@ -216,7 +224,15 @@ class TuningOptions:
                 dtypes = {parameters[name].dtype for name in bucket.names}
                 if len(dtypes) > 1:
                     raise PlanError(f"the bucket of {bucket.names[0]} mixes {', '.join(map(str, dtypes))}: split it")
-                if not collectives.supports(bucket.collective, *dtypes):
+                kind = bucket.collective
+                if is_two_level(kind) and self.found_nodes in (UNKNOWN, ALONE):  # not yet known; or nothing is sent
+                    kind = between_nodes(kind)
+                elif is_two_level(kind) and collectives.nodes is None:
+                    raise PlanError(
+                        f"the plan sends {bucket.names[0]} by {kind!r}, which sums inside nodes, and exchanges are "
+                        f"flat here: {self.found_nodes.why}"
+                    )
+                if not collectives.supports(kind, *dtypes):
                     known = ", ".join(dict.fromkeys(("dense", "bf16", "int8", *self.kinds)))
                     raise PlanError(
                         f"the plan sends {bucket.names[0]} ({', '.join(map(str, dtypes))}) by {bucket.collective!r}: "

@@ -13,6 +13,7 @@ from anabranch.exchange.interface import Group
 from anabranch.exchange.lanes import Lanes
 from anabranch.observe.clock import clock_for
 from anabranch.observe.step_timer import StepTimer
+from anabranch.values.kinds.names import is_two_level
 from anabranch.values.plan import Plan
 
 
@@ -103,6 +104,8 @@ class PlanRunner:
             return
         if plan is not None:
             self.lanes.grow(plan.lanes)
+            if (nodes := self._collectives.nodes) is not None:
+                self.lanes.use_nodes(nodes, {b.lane for b in plan.buckets if is_two_level(b.collective)})
         self._collectives.residuals.use_plan(plan)
         self._requested = (plan,)
 
@@ -172,7 +175,8 @@ class PlanRunner:
             return
         self.launcher = None
         if buckets is not None:
+            numels = {name: parameter.numel() for name, parameter in self.parameters.items()}
             self.launcher = BucketLauncher(
-                buckets, self.lanes, self._collectives, self.timer.mark_bucket, self.check_loaded
+                buckets, self.lanes, self._collectives, numels, self.timer.mark_bucket, self.check_loaded
             )
         self.layout.use(self.launcher)

@@ -211,6 +211,8 @@ class Search:
         probes = {kind: self.collectives.family(kind).probe(kind) for kind in dict.fromkeys(kinds)}
         lanes = self.runner.lanes
         lanes.grow(min(self.options.lanes or 2, lanes.max_lanes))
+        if self.collectives.nodes is not None:
+            lanes.use_nodes(self.collectives.nodes, [0])
         network = self.network.measure(self.runner.device, probes, self._known_trace.nbytes, self.budget.left_s)
         self.budget.set_up_s += float(network.meta.get(WARM_UP) or 0.0)
         self._warn(noise_note(network))

@@ -27,7 +27,7 @@ from anabranch.tuning.options import TuningOptions
 from anabranch.tuning.trial import Trial
 from anabranch.values.errors import PlanError
 from anabranch.values.files import dumps, plain
-from anabranch.values.kinds.names import DENSE
+from anabranch.values.kinds.names import DENSE, two_level
 from anabranch.values.network import Network
 from anabranch.values.trace import Trace
 from anabranch.values.version import __version__
@@ -155,6 +155,8 @@ class TrainingCache:
         allowed = [DENSE, *options.kinds]
         if self._collectives.residuals.warmup_steps:
             allowed += warm_up_kinds(options.kinds, self._collectives, self._parameters)
+        if self._collectives.nodes is not None:
+            allowed += map(two_level, allowed)
         for bucket in choice.plan.buckets:
             if bucket.collective not in allowed:
                 raise PlanError(f"its plan sends gradients by {bucket.collective}, which this training did not ask for")
@@ -172,6 +174,7 @@ def key_lines(options: TuningOptions, ranks: int, backend: str) -> list[str]:
         f"lab {lab_note()}",
         f"planner {options.planner}",
         f"lanes {options.lanes}",
+        f"nodes {options.nodes}, {options.found_nodes.nodes}",
         f"kinds {', '.join(options.kinds)}",
         f"network {'measured' if network is None else sha256(dumps(network).encode()).hexdigest()}",
     ]

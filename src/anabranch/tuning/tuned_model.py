@@ -61,6 +61,7 @@ class Tuned:
         self._collectives = collectives
         options = replace(options, kinds=collectives.kinds, excluded=collectives.excluded, mixes=collectives.mixes)
         group = self.process_group
+        collectives.use_nodes(options.found_nodes.nodes, group.rank())
         options.check_fits(parameters, group.size(), collectives)
         cache = None
         if options.uses_cache:

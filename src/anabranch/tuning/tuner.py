@@ -138,6 +138,7 @@ class Tuner:
             errors=runner.launcher.errors.relative_errors() if runner.launcher is not None else {},
             cost=search.budget.summary() if search.trials else "",
             graph_lines=[*self._graphs.lines(), *search.cut_lines],
+            nodes=search.options.found_nodes,
         )
 
     # Steps.
@@ -185,6 +186,7 @@ class Tuner:
         if agree is not None:
             yield
             search.options = agree(search.options)
+            self.collectives.use_nodes(search.options.found_nodes.nodes, dist.get_rank(self.runner.control))
             search.options.check_plan_fits(self.runner.parameters, self.collectives)
         if search.options.no_plan_reason:
             search.stage = f"not planning: {search.options.no_plan_reason}"

@@ -1,6 +1,6 @@
 """What only a GPU can show of compiled models: Triton's kernels, NCCL, and gradients timed by events on streams.
 
-Run where there is one: pytest -m gpu tests/compiled/test_gpu.py
+Run where there is one: pytest -m gpu tests/ddp/compiled/test_gpu.py
 """
 
 from pathlib import Path

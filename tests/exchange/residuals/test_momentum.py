@@ -67,12 +67,12 @@ def test_it_belongs_to_parameters() -> None:
 
     for names in (("a", "b"), ("c",)):
         velocity(kept, *names).normal_()
-    before = {name: piece.clone() for name, piece in kept.all_velocities().items()}
+    before = {name: piece.values.clone() for name, piece in kept.all_velocities().items()}
     assert torch.equal(velocity(kept, "c", "a"), torch.cat([before["c"], before["a"]]))
     other = BucketStates(0, 1)
     other.load_state_dict(kept.state_dict())
     assert other.all_velocities().keys() == before.keys()
-    assert all(torch.equal(other.all_velocities()[name], piece) for name, piece in before.items())
+    assert all(torch.equal(other.all_velocities()[name].values, piece) for name, piece in before.items())
     other.rescale(1.0)
     other.rescale(2.0)
     assert torch.equal(velocity(other, "b"), 2 * before["b"])

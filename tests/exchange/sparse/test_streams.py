@@ -36,23 +36,23 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> set[int]:
 def test_whoever_drops_a_piece_records_its_stream(recorded: set[int]) -> None:
     loaded = BucketStates(0, 2, CPU)
     loaded.load_state_dict(saved(CPU))
-    piece = loaded.unbucketed["weight"]
+    piece = loaded.unbucketed["weight"].values
     bucket = loaded.bucket(["weight"], [NUMEL])
     assert piece.data_ptr() in recorded
     bucket.hold(["weight"])
     held = bucket.held["weight"]
     bucket.hold([])
     assert held.data_ptr() in recorded
-    loaded.keep_buckets_of(())
+    loaded.keep_buckets_of({})
     assert bucket.residual.data_ptr() in recorded
-    assert torch.equal(loaded.unbucketed["weight"], torch.full((NUMEL,), 3.0))
+    assert torch.equal(loaded.unbucketed["weight"].values, torch.full((NUMEL,), 3.0))
     added = loaded.begin_flush("weight")
     assert added is not None
     bucket = loaded.bucket(["weight"], [NUMEL])
     loaded.end_flush(sent=())
     assert added.data_ptr() in recorded and bucket.residual.mean() == 3.0
     loaded.load_state_dict({**saved(CPU), "velocities": {"weight": torch.ones(NUMEL)}})
-    loaded_velocity = loaded.velocities["weight"]
+    loaded_velocity = loaded.velocities["weight"].values
     assert loaded.bucket(["weight"], [NUMEL]).sent_velocity().mean() == 1.0 and loaded_velocity.data_ptr() in recorded
 
 

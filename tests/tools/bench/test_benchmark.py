@@ -155,7 +155,7 @@ def searched(search_steps: int | None) -> int:
     )
     give_times(lambda plan: 1e-3)
     settings = benchmark.Settings(profile_steps=2, search_steps=search_steps)
-    tuned = benchmark.tune(replace(workload, build=build), settings, AUTO, None, lambda text: None)
+    tuned = benchmark.tune(replace(workload, build=build), settings, AUTO, benchmark.Variant(None), lambda text: None)
     tuned.parallel.close()
     return taken[0]
 
@@ -181,6 +181,17 @@ def test_all_contestants_average_the_same_gradients_and_leave_no_hooks(found: li
         if name != COMPUTE:
             assert sums == pytest.approx(expected, rel=0.02 if "16" in name else 1e-5), name
             assert second[name] == pytest.approx(sums, rel=1e-6), name
+
+
+def test_every_data_parallel_can_also_race_flat() -> None:
+    found = benchmark.Settings(compress=["int8"], flat=True).parallels
+    assert {name: (one.compress, one.nodes) for name, one in found.items()} == {
+        AUTO: (None, "auto"),
+        f"{AUTO}, int8": ("int8", "auto"),
+        f"{AUTO}, flat": (None, False),
+        f"{AUTO}, int8, flat": ("int8", False),
+    }
+    assert list(benchmark.Settings().parallels) == [AUTO]
 
 
 def both_searched(rank: int) -> list[int]:

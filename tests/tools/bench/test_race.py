@@ -1,5 +1,6 @@
 """The race: everyone runs equally often, warmed up, in a fair order."""
 
+import os
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,7 +14,7 @@ import torch
 
 from anabranch.tools.bench import race as races
 from anabranch.tools.bench.contestants import Contestant
-from anabranch.tools.bench.race import Turn, nic_counts_all, race, sent_nbytes
+from anabranch.tools.bench.race import Turn, card_nbytes, cards_count_all, race, ranks_per_host
 from anabranch.tools.report.documents import BASELINE
 from ranks import on_ranks
 
@@ -32,7 +33,7 @@ def turns_and_order() -> dict[str, list[str]]:
 
     field = [contestant("a", 0), contestant("b", 5), contestant("c", 1)]
     turns = list(race(field, iters=3, batches=2, warmup=1, device=torch.device("cpu")))
-    assert all(turn.seconds >= 0 and turn.sent_nbytes >= 0 for turn in turns)
+    assert all(turn.seconds >= 0 and turn.card_nbytes >= 0 for turn in turns)
     return {"turns": [turn.name for turn in turns], "events": events}
 
 
@@ -44,8 +45,8 @@ def slowest(rank: int) -> list[float]:
     return [turn.seconds for turn in race([Contestant("a", enter, warmup=0)], 1, 2, 0, torch.device("cpu"))]
 
 
-def sending(rank: int, folder: str) -> list[float]:
-    """Rank 1's card sends 600 bytes a step and rank 0's none."""
+def passing(rank: int, folder: str) -> list[float]:
+    """Rank 1's card sends 600 bytes a step and receives 100; rank 0's receives 200."""
     races.COUNTERS = Path(folder, str(rank))
     steps = 0
 
@@ -54,16 +55,26 @@ def sending(rank: int, folder: str) -> list[float]:
         def step() -> None:
             nonlocal steps
             steps += 1
-            races.COUNTERS.write_text(f"\n\neth0: 0 0 0 0 0 0 0 0 {600 * rank * steps} 0 0 0 0 0 0 0\n")
+            received, sent = (200 - 100 * rank) * steps, 600 * rank * steps
+            races.COUNTERS.write_text(f"\n\neth0: {received} 0 0 0 0 0 0 0 {sent} 0 0 0 0 0 0 0\n")
 
         step()
         yield step
 
-    return [turn.sent_nbytes for turn in race([Contestant("a", enter, warmup=0)], 1, 3, 0, torch.device("cpu"))]
+    return [turn.card_nbytes for turn in race([Contestant("a", enter, warmup=0)], 1, 3, 0, torch.device("cpu"))]
+
+
+def sizes() -> list[int]:
+    """Ranks per host, of two ranks, by what the launcher says."""
+    found = []
+    for said in ("2", "1", "", "3", "0"):
+        os.environ["LOCAL_WORLD_SIZE"] = said
+        found.append(ranks_per_host())
+    return found
 
 
 def scenarios(rank: int, folder: str) -> dict[str, Any]:
-    return {"turns": turns_and_order(), "slowest": slowest(rank), "sent": sending(rank, folder)}
+    return {"turns": turns_and_order(), "slowest": slowest(rank), "passed": passing(rank, folder), "sizes": sizes()}
 
 
 @pytest.fixture(scope="module")
@@ -82,18 +93,24 @@ def test_every_contestant_has_its_turns_and_every_round_begins_with_another(foun
     assert steps["enter a"] == steps["leave a"] == 3
 
 
-def test_a_turn_takes_what_the_slowest_rank_took_and_sent_what_the_busiest_sent(found: list[dict[str, Any]]) -> None:
+def test_a_turn_takes_what_the_slowest_rank_took_and_cards_pass_their_mean(
+    found: list[dict[str, Any]],
+) -> None:
     (first,), (second,) = (one["slowest"] for one in found)
     assert first == second >= 0.05
-    assert [one["sent"] for one in found] == [[600.0], [600.0]]
+    assert [one["passed"] for one in found] == [[400.0], [400.0]]
+
+
+def test_hosts_have_as_many_ranks_as_the_launcher_says(found: list[dict[str, Any]]) -> None:
+    assert [one["sizes"] for one in found] == [[2, 1, 1, 1, 1]] * 2
 
 
 def test_cards_are_believed_if_they_saw_ddp_send_its_gradients() -> None:
-    assert nic_counts_all([Turn(BASELINE, 0.1, 1e6), Turn(BASELINE, 0.1, 9e6), Turn(BASELINE, 0.1, 0.0)], 1_000_000)
-    assert not nic_counts_all([Turn(BASELINE, 0.1, 900.0)], 1_000_000)
+    assert cards_count_all([Turn(BASELINE, 0.1, 1e6), Turn(BASELINE, 0.1, 9e6), Turn(BASELINE, 0.1, 0.0)], 1_000_000)
+    assert not cards_count_all([Turn(BASELINE, 0.1, 900.0)], 1_000_000)
 
 
-# Two lines of headings; of the sixteen numbers of a card the ninth is what it sent.
+# Two lines of headings; of the sixteen numbers of a card the first is what it received and the ninth what it sent.
 CARDS = """
  face |bytes ...
     lo:  900 2 0 0 0 0 0 0  900 2 0 0 0 0 0 0
@@ -102,8 +119,8 @@ CARDS = """
 """
 
 
-def test_what_was_sent_is_what_cards_count_but_for_loopback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bytes_are_those_that_cards_count_but_for_loopback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(races, "COUNTERS", tmp_path / "dev")
-    assert sent_nbytes() == 0  # another system
+    assert card_nbytes() == (0, 0)  # another system
     (tmp_path / "dev").write_text(CARDS)
-    assert sent_nbytes() == 721
+    assert card_nbytes() == (123456789176, 721)

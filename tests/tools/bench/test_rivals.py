@@ -112,7 +112,7 @@ def in_a_benchmark() -> list[str]:
     settings = Settings(iters=1, batches=1, warmup=0, profile_steps=2, only=["none"])
     asked = {f"{name}:0.1": Rival(name, 0.1) for name in NAMES}
     found = run_benchmark(workload, settings, lambda _: None, partial(sparse_rivals, asked=asked))
-    assert all(row.step_s > 0 and row.sent_nbytes is None for row in found.rows)
+    assert all(row.step_s > 0 and row.card_nbytes is None for row in found.rows)
     return [row.name for row in found.rows]
 
 

@@ -97,6 +97,7 @@ def test_mps_is_needed_where_ranks_share_a_gpu(monkeypatch: pytest.MonkeyPatch, 
 
 def test_the_link_inside_a_host_is_a_note() -> None:
     assert "over its loopback, unshaped" in str(preflight.caveats(Cluster([1e9], ranks_per_host=2)))
+    assert "loopback" not in str(preflight.caveats(Cluster([1e9], 2, "nccl", inside="memory")))
 
 
 def test_few_cores_are_a_note(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,9 +1,12 @@
 """The environment of ranks: torchrun's variables, and those that make backends use the links."""
 
+import os
+
 import pytest
 
 from anabranch.tools.lab.cluster import Cluster
 from anabranch.tools.lab.hosts import Host, local_hosts
+from anabranch.tools.lab.inside.install import STARTUP_FOLDER
 from anabranch.tools.lab.rank_environment import free_port, gpu_environment, rank_environment, shared_gpu_environment
 
 HOSTS = [Host(index, f"10.0.0.{index + 1}", "eth0") for index in range(4)]
@@ -40,6 +43,14 @@ def test_several_ranks_of_a_host() -> None:
     found = rank_environment(Cluster([1e10] * 4, 2), HOSTS[2], 1, HOSTS[0], 29500, "abc")
     expected = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "2"}
     assert expected.items() <= found.items()
+
+
+def test_links_inside_a_host_that_are_memory_are_put_into_torch_as_it_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", "mine")
+    found = rank_environment(Cluster([1e10] * 4, 2, "nccl", inside="memory"), HOSTS[2], 1, HOSTS[0], 29500, "abc")
+    assert found["ANABRANCH_LAB_INSIDE"] == "memory"
+    assert found["PYTHONPATH"] == f"{STARTUP_FOLDER}{os.pathsep}mine"
+    assert "ANABRANCH_LAB_INSIDE" not in rank_environment(Cluster([1e10], 2), HOSTS[0], 0, HOSTS[0], 29500, "abc")
 
 
 def test_the_user_s_threads_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ from rich.console import Console
 
 from anabranch.tools.report.benchmark import (
     benchmark_report,
+    benchmark_table,
     closing_lines,
     markdown,
 )
@@ -104,19 +105,25 @@ def test_values_from_elsewhere_cannot_touch_the_terminal() -> None:
     assert "\x1b" not in shown(example(facts={"device": "x\x1b[2J"}, skipped=("\x1b[0m",), model="\x1b]0;"))
 
 
-def test_what_was_sent_is_shown_where_it_is_known() -> None:
-    assert "sent" not in shown(example())
+def test_what_passed_a_card_is_shown_where_it_is_known() -> None:
+    assert "card" not in shown(example())
     counted = example(
         rows=(
-            BenchmarkRow("DDP", (0.1,), sent_nbytes=78.214e6),
-            BenchmarkRow("DataParallel", (0.1,), sent_nbytes=4.5e6),
+            BenchmarkRow("DDP", (0.1,), card_nbytes=78.214e6),
+            BenchmarkRow("DataParallel", (0.1,), card_nbytes=4.5e6),
         )
     )
     lines = markdown("A title", [counted]).splitlines()
-    assert next(line for line in lines if line.startswith("| contestant")).endswith("| sent MB |")
-    assert next(line for line in lines if line.startswith("| DDP")).endswith("| 78.21 |")
-    assert "network cards count" in shown(counted)
-    assert figures(counted)["rows"][1]["sent_nbytes"] == 4.5e6
+    assert next(line for line in lines if line.startswith("| contestant")).endswith("| card MB | card / DDP |")
+    assert next(line for line in lines if line.startswith("| DDP")).endswith("| 78.21 | 1.000 |")
+    assert "network card in a step" in shown(counted)
+    assert figures(counted)["rows"][1]["card_nbytes"] == 4.5e6
+
+
+def test_the_head_line_says_how_many_ranks_hosts_have() -> None:
+    assert ", 4 ranks, " in benchmark_table(example()).title
+    assert ", 2 hosts × 2 ranks, " in benchmark_table(example(ranks_per_host=2)).title
+    assert ", 1 host × 4 ranks, " in benchmark_table(example(ranks_per_host=4)).title
 
 
 def test_a_benchmark_has_ddp_and_as_many_turns_for_all() -> None:

@@ -11,6 +11,7 @@ from anabranch import Auto, OkTopk, Quantised
 from anabranch.exchange.collectives import Collectives
 from anabranch.exchange.compression import Settings, collectives_for, keeps_residuals, kinds_of, settings_of
 from anabranch.values.kinds.fidelity import LADDER
+from anabranch.values.kinds.names import two_level
 
 
 def test_auto_allows_what_costs_no_learning_and_bounds_change_that() -> None:
@@ -82,4 +83,5 @@ def test_plans_that_send_less_occupy_fewer_multiprocessors() -> None:
 def test_what_each_kind_must_not_carry() -> None:
     excluded = made(Auto(kinds=["bf16", "int8", "oktopk:0.01"])).excluded
     # bf16 would send float16 dense
-    assert excluded == {"bf16": {"half"}, "int8": frozenset(), "oktopk:0.01": {"bias"}}
+    flat = {"bf16": {"half"}, "int8": frozenset(), "oktopk:0.01": {"bias"}}
+    assert excluded == {**flat, **{two_level(kind): names for kind, names in flat.items()}, "dense@nodes": frozenset()}

@@ -22,7 +22,7 @@ from anabranch.exchange.interface import Collective, ExchangeFamily, Group, Step
 from anabranch.exchange.quantised import torch_steps
 from anabranch.exchange.quantised.torch_steps import Kept
 from anabranch.values.kinds.formats import FORMATS, BlockFormat
-from anabranch.values.kinds.names import BF16, COMPRESSED
+from anabranch.values.kinds.names import BF16, COMPRESSED, between_nodes
 from anabranch.values.kinds.options import Quantised
 from anabranch.values.plan import Bucket
 
@@ -93,13 +93,14 @@ class QuantisedExchanges(ExchangeFamily):
         self._comms = Communicators()
 
     def handles(self, kind: str) -> bool:
-        return kind in self._options and (not self._options[kind].keeps_residual or self._state_of is not None)
+        options = self._options.get(between_nodes(kind))
+        return options is not None and (not options.keeps_residual or self._state_of is not None)
 
     def supports(self, kind: str, dtype: torch.dtype) -> bool:
         return super().supports(kind, dtype) or (self.handles(kind) and sent_dense(kind, dtype))
 
     def steps(self, bucket: Bucket, buffer: torch.Tensor, group: Group, divisor: float) -> Steps:
-        kind = bucket.collective
+        kind = between_nodes(bucket.collective)
         if sent_dense(kind, buffer.dtype):
             return dense(buffer, group, divisor)
         residual = None
@@ -111,20 +112,21 @@ class QuantisedExchanges(ExchangeFamily):
         return exchange(buffer, residual, self._comms[group], divisor, FORMATS[kind])
 
     def traffic(self, bucket: Bucket, numel: int, dtype: torch.dtype, ranks: int) -> Traffic:
-        if sent_dense(bucket.collective, dtype):
+        kind = between_nodes(bucket.collective)
+        if sent_dense(kind, dtype):
             return dense_traffic(numel, dtype, ranks)
-        form = FORMATS[bucket.collective]
+        form = FORMATS[kind]
         nbytes = 2 * (ranks - 1) * form.message_nbytes(form.region_numel(numel, ranks))
         return Traffic(nbytes, nbytes, 1.0)
 
     def probe(self, kind: str) -> Collective:
-        options = self._options[kind]
+        options, form = self._options[between_nodes(kind)], FORMATS[between_nodes(kind)]
         residuals: dict[int, torch.Tensor] = {}
 
         def exchanged(buffer: torch.Tensor, group: Group, divisor: float) -> Steps:
             if options.keeps_residual and buffer.numel() not in residuals:
                 residuals[buffer.numel()] = torch.zeros_like(buffer, dtype=torch.float32)
-            return exchange(buffer, residuals.get(buffer.numel()), self._comms[group], divisor, FORMATS[kind])
+            return exchange(buffer, residuals.get(buffer.numel()), self._comms[group], divisor, form)
 
         return exchanged
 
@@ -134,4 +136,4 @@ class QuantisedExchanges(ExchangeFamily):
 
 def sent_dense(kind: str, dtype: torch.dtype) -> bool:
     """Whether a bucket of this kind is sent dense because of its dtype."""
-    return kind == BF16 and dtype not in (torch.float32, torch.bfloat16)
+    return between_nodes(kind) == BF16 and dtype not in (torch.float32, torch.bfloat16)

@@ -4,6 +4,11 @@ A bucket's flat buffer is its parameters one after another. A residual belongs t
 the plan changes, residuals move to the new buckets by name, exactly. Regions belong to the bucket, and a new bucket
 balances its own.
 
+The buffer of a two-level bucket is a share of each parameter, summed over the ranks of a node, and its residual is in
+the same units. So what is still to be sent of an element is the sum of all ranks' residuals, flat or on two levels.
+When flat buckets follow, residuals are widened with zeros. After other changes a rank may have elements that its new
+buckets do not have: they stay unbucketed, and join the next gradient.
+
 A piece may come from another stream than the one that reads it last, so whoever drops one that a stream may
 still read records the stream.
 """
@@ -11,7 +16,7 @@ still read records the stream.
 import logging
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from itertools import zip_longest
 from struct import unpack
@@ -22,7 +27,10 @@ import torch
 from anabranch.exchange.interface import record_stream
 from anabranch.exchange.quantised.exchange import steps_for
 from anabranch.exchange.residuals.checkpoint import VERSION
+from anabranch.exchange.residuals.pieces import Piece, add_piece
+from anabranch.exchange.shares import WHOLE, Share, within
 from anabranch.values.kinds.formats import BlockFormat
+from anabranch.values.nodes import Nodes
 
 log = logging.getLogger("anabranch")
 
@@ -66,7 +74,7 @@ class BucketState:
 
     residual               float32: what this rank accumulated and has not sent, one parameter after another; empty
                            while it is ``packed``
-    boundaries             int64 [P+1]: divide the bucket into regions
+    boundaries             int64 [P+1]: divide the bucket into regions, one per rank of the exchange
     threshold_bias         float32 scalar: log of this owner's threshold over that of its own share
     step                   sparse steps so far
     fresh                  regions were never balanced; the same on every rank
@@ -75,7 +83,10 @@ class BucketState:
     accumulates_in_place   gradients are added to the residual as they come. The gradient's memory is then zeros, and an
                            owner may add its sums there.
     packed                 the residual between exchanges, where it is stored rounded; else None
+    share                  the part of each parameter that this rank exchanges; gradients in it are sums over as many
+                           ranks as there are parts
 
+    ``numels`` are the sizes of the parameters, ``elements`` what the bucket has of each, and ``numel`` of all.
     ``local_threshold``, ``offered`` and ``applied`` are those of the last step: how many values passed on this rank,
     and at all owners together.
     """
@@ -91,24 +102,34 @@ class BucketState:
     accumulates_in_place: bool = False
     held: dict[str, torch.Tensor] = field(default_factory=dict)
     packed: PackedResidual | None = None
+    share: Share = WHOLE
+    elements: dict[str, range] = field(init=False)
+    numel: int = field(init=False)
     local_threshold: torch.Tensor = field(init=False)
     offered: torch.Tensor = field(init=False)
     applied: torch.Tensor = field(init=False)
 
     def __post_init__(self) -> None:
+        self.elements = {name: self.share.of(numel) for name, numel in zip(self.names, self.numels, strict=True)}
+        self.numel = sum(map(len, self.elements.values()))
         self.local_threshold = torch.zeros((), dtype=torch.float32, device=self.residual.device)
         self.offered = torch.zeros((), dtype=torch.int32, device=self.residual.device)
         self.applied = self.offered.clone()
 
     @classmethod
     def of(
-        cls, residual: torch.Tensor, ranks: int, names: Sequence[str] = ("",), numels: Sequence[int] = ()
+        cls,
+        residual: torch.Tensor,
+        ranks: int,
+        names: Sequence[str] = ("",),
+        numels: Sequence[int] = (),
+        share: Share = WHOLE,
     ) -> "BucketState":
-        """A fresh state around a residual; as one parameter, if no names are given."""
+        """A fresh state around a residual, for an exchange of ``ranks``; as one parameter, if no names are given."""
         zero = torch.zeros((), dtype=torch.float32, device=residual.device)
         numels = tuple(numels or [len(residual)])
-        boundaries = uniform_boundaries(sum(numels), ranks, residual.device)
-        return cls(tuple(names), numels, residual, boundaries, zero)
+        boundaries = uniform_boundaries(sum(len(share.of(numel)) for numel in numels), ranks, residual.device)
+        return cls(tuple(names), numels, residual, boundaries, zero, share=share)
 
     def sent_velocity(self) -> torch.Tensor:
         """``velocity``, which begins as zeros."""
@@ -119,7 +140,12 @@ class BucketState:
     def pieces(self, flat: torch.Tensor | None = None) -> dict[str, torch.Tensor]:
         """The part of each parameter in ``flat``, or in the unpacked residual, as views."""
         whole = self.residual if flat is None else flat
-        return dict(zip(self.names, whole.split(list(self.numels)), strict=True))
+        return dict(zip(self.names, whole.split([len(part) for part in self.elements.values()]), strict=True))
+
+    def placed(self, parts: Mapping[str, torch.Tensor]) -> dict[str, Piece]:
+        """Parts of parameters, as ``pieces`` gives them, with where they belong; without those of no elements."""
+        numels = dict(zip(self.names, self.numels, strict=True))
+        return {name: Piece(part, self.elements[name].start, numels[name]) for name, part in parts.items() if len(part)}
 
     def unpack(self, target: torch.Tensor) -> None:
         """Read a packed residual into ``target``, which is the residual until ``pack()``."""
@@ -145,13 +171,13 @@ class BucketState:
         """The residual in float32, to be read only; between two exchanges, or in the middle of one."""
         if self.packed is None or len(self.residual):
             return self.residual
-        return self.packed.read(self.residual.new_empty(sum(self.numels)))
+        return self.packed.read(self.residual.new_empty(self.numel))
 
     @contextmanager
     def whole(self) -> Iterator[torch.Tensor]:
         """The residual in float32, to be changed between two exchanges."""
         if self.packed is not None:
-            self.unpack(self.residual.new_empty(sum(self.numels)))
+            self.unpack(self.residual.new_empty(self.numel))
         try:
             yield self.residual
         finally:
@@ -174,11 +200,13 @@ class BucketState:
     def take_back(self, average: torch.Tensor, factor: float = 1.0) -> None:
         """Add an average that nobody applied, times ``factor``, where it is finite.
 
-        Every rank adds it to its own residual, so that the sum of residuals over the ranks is what it was. Where an
-        average is not finite, the exchange has put back its own already.
+        Every rank adds it to its own residual, so that the sum of residuals over the ranks is what it was. Only one
+        rank of each node has a share, and adds it for all of them. Where an average is not finite, the exchange has put
+        back its own already.
         """
         with self.whole() as residual:
-            residual.add_(torch.where(average.isfinite(), average, 0.0).mul_(factor).to(residual.device))
+            back = torch.where(average.isfinite(), average, 0.0).mul_(factor * self.share.parts)
+            residual.add_(back.to(residual.device))
 
 
 def uniform_boundaries(numel: int, ranks: int, device: torch.device | None = None) -> torch.Tensor:
@@ -189,83 +217,109 @@ def uniform_boundaries(numel: int, ranks: int, device: torch.device | None = Non
 class BucketStates:
     """The states of all buckets with residuals of one model on one rank.
 
-    unbucketed   residuals of parameters that are in no such bucket now
+    unbucketed   residuals of parameters, or of parts of them, that are in no such bucket now
     velocities   velocities of those parameters
     flushing     residuals added to gradients whose average is not yet known to be finite
     scale        loss scale of the residuals, once ``rescale`` has been called
     loaded       description of the loaded checkpoint, line by line; must be the same on all ranks
 
-    ``form``: how residuals are rounded between exchanges; None: not at all.
+    ``form``: how residuals are rounded between exchanges; None: not at all. ``nodes``: those of two-level buckets, if
+    there may be some; ``share`` is then this rank's part of a parameter.
     """
 
     def __init__(
-        self, rank: int, world_size: int, device: torch.device | None = None, form: BlockFormat | None = None
+        self,
+        rank: int,
+        world_size: int,
+        device: torch.device | None = None,
+        form: BlockFormat | None = None,
+        nodes: Nodes | None = None,
     ) -> None:
         self._form = form
         self.rank = rank
+        self.use_nodes(nodes)
         self.world_size = world_size
         self.device = device
-        self.unbucketed: dict[str, torch.Tensor] = {}
-        self.velocities: dict[str, torch.Tensor] = {}
-        self.flushing: dict[str, torch.Tensor] = {}
+        self.unbucketed: dict[str, Piece] = {}
+        self.velocities: dict[str, Piece] = {}
+        self.flushing: dict[str, Piece] = {}
         self.scale: float | None = None
         self.loaded = ["nothing"]
         self._buckets: dict[tuple[str, ...], BucketState] = {}
         self._settings: dict[tuple[str, ...], Mapping[str, Any]] = {}  # loaded, of buckets that were not used yet
+        self._settings_of: Nodes | None = None  # the nodes of the ranks that saved them
         self._step = 0  # the most steps of any former bucket: a new one continues the schedules
 
-    def bucket(self, names: Sequence[str], numels: Sequence[int]) -> BucketState:
-        """The state of the bucket of these parameters, in this order.
+    def use_nodes(self, nodes: Nodes | None) -> None:
+        """Two-level buckets are exchanged among these nodes; before the first one."""
+        self._nodes = nodes
+        self.share = WHOLE if nodes is None else Share.on(nodes, self.rank)
 
-        A new bucket takes the residuals of its parameters from the buckets that had them. Residuals of other parameters
-        of those buckets become unbucketed. All ranks must ask for the same buckets in the same order.
+    def bucket(self, names: Sequence[str], numels: Sequence[int], share: Share = WHOLE) -> BucketState:
+        """The state of the bucket of this share of these parameters, in this order; ``numels`` are their sizes.
+
+        A new bucket takes the residuals of its parameters from the buckets that had them, where it has all their
+        elements. All other residuals of those buckets become unbucketed. All ranks must ask for the same buckets in the
+        same order.
         """
         key, sizes = tuple(names), tuple(numels)
         known = self._buckets.get(key)
-        if known is not None and known.numels == sizes:
+        if known is not None and (known.numels, known.share) == (sizes, share):
             return known
-        if known is not None:
+        if known is not None and known.numels != sizes:
             raise ValueError(
                 f"the parameters of bucket {key[0]} … have {known.numels} elements, and were given as {sizes}"
             )
         if len(set(key)) != len(key) or len(key) != len(sizes):
             raise ValueError(f"a bucket needs distinct parameter names with one size each: found {key} with {sizes}")
         self._dissolve(key)
-        self._buckets[key] = self._new_bucket(key, sizes)
+        self._buckets[key] = self._new_bucket(key, sizes, share)
         return self._buckets[key]
 
-    def keep_buckets_of(self, names: Collection[str]) -> None:
-        """Only these parameters are in buckets with residuals from now on; those of all others become unbucketed."""
-        self._dissolve({name for key in self._buckets for name in key}.difference(names))
+    def keep_buckets_of(self, kept: Mapping[str, range]) -> None:
+        """Only these elements are in buckets with residuals from now on; all others become unbucketed."""
+        parts = [part for state in self._buckets.values() for part in state.elements.items()]
+        self._dissolve({name for name, elements in parts if name not in kept or not within(elements, kept[name])})
 
     def begin_flush(self, name: str) -> torch.Tensor | None:
-        """The residual of an unbucketed parameter, to be added to its gradient; None if it has none."""
+        """The unbucketed residual of a parameter, to be added to its gradient; None if it has none."""
         piece = self.unbucketed.pop(name, None)
-        if piece is not None:
-            self.flushing[name] = piece + self.flushing[name].to(piece.device) if name in self.flushing else piece
-        return piece
+        if piece is None:
+            return None
+        whole = piece.expanded()
+        record_stream(piece.values)
+        add_piece(self.flushing, name, piece)
+        return whole
 
     def put_back(self, name: str, rest: torch.Tensor) -> None:
-        """Return ``rest`` of a flushed residual to the unbucketed ones: it was not added to the gradient."""
-        self.flushing[name] = self.flushing[name] - rest.to(self.flushing[name].device)
-        self.unbucketed[name] = rest
+        """Return ``rest``, of the size of the parameter, to the unbucketed ones: it was not added to the gradient."""
+        flushed = self.flushing[name]
+        own = flushed.room_in(rest)  # elsewhere nothing was flushed
+        self.flushing[name] = replace(flushed, values=flushed.values - own.to(flushed.values.device))
+        self.unbucketed[name] = replace(flushed, values=own)
+
+    def mark_sent(self, name: str, where: torch.Tensor) -> None:
+        """Of a flushed residual these elements, of all of its parameter, were sent; ``end_flush`` keeps the others."""
+        flushed = self.flushing[name]
+        values = flushed.values.masked_fill(flushed.room_in(where).to(flushed.values.device), 0.0)
+        self.flushing[name] = replace(flushed, values=values)
 
     def end_flush(self, sent: Collection[str]) -> None:
         """The flushed residuals of these parameters were sent; those of the others become residuals again."""
         flushed, self.flushing = self.flushing, {}
         kept = {name: piece for name, piece in flushed.items() if name not in sent}
         for state in self._buckets.values():
-            if mine := [name for name in state.names if name in kept]:
+            fitting = [n for n in state.names if n in kept and within(kept[n].elements, state.elements[n])]
+            if fitting:
                 with state.whole() as residual:
-                    for name in mine:
-                        state.pieces()[name].add_(piece := kept.pop(name).to(residual.device))
-                        record_stream(piece)
+                    parts = state.pieces()
+                    for name in fitting:
+                        piece = kept.pop(name)
+                        values = piece.values.to(residual.device)
+                        piece.room_in(parts[name], state.elements[name].start).add_(values)
+                        record_stream(values)
         for name, piece in kept.items():
-            if name in self.unbucketed:
-                self.unbucketed[name].add_(piece.to(self.unbucketed[name].device))
-                record_stream(piece)
-            else:
-                self.unbucketed[name] = piece
+            add_piece(self.unbucketed, name, piece)
 
     def store_as(self, form: BlockFormat | None) -> None:
         """From now on residuals are stored in this format."""
@@ -279,28 +333,31 @@ class BucketStates:
             for state in self._buckets.values():
                 with state.whole() as residual:
                     residual.mul_(scale / self.scale)
-            held = [piece for state in self._buckets.values() for piece in state.held.values()]
-            for piece in (*held, *self.unbucketed.values(), *self.flushing.values(), *self.all_velocities().values()):
-                piece.mul_(scale / self.scale)
+            for state in self._buckets.values():
+                for values in state.held.values():
+                    values.mul_(scale / self.scale)
+            for piece in (*self.unbucketed.values(), *self.flushing.values(), *self.all_velocities().values()):
+                piece.values.mul_(scale / self.scale)
         self.scale = scale
 
     def buckets(self) -> list[BucketState]:
         """The buckets of the plan in force."""
         return list(self._buckets.values())
 
-    def residuals(self) -> dict[str, torch.Tensor]:
+    def residuals(self) -> dict[str, Piece]:
         """The residual of each parameter, to be read only."""
         found = dict(self.unbucketed)
         for state in self._buckets.values():
-            found.update(state.pieces(state.current()))
+            for name, piece in state.placed(state.pieces(state.current())).items():
+                add_piece(found, name, piece)
         return found
 
-    def all_velocities(self) -> dict[str, torch.Tensor]:
+    def all_velocities(self) -> dict[str, Piece]:
         """The velocity of each parameter that has one, as views."""
         found = dict(self.velocities)
         for state in self._buckets.values():
             if state.velocity is not None:
-                found.update(state.pieces(state.velocity))
+                found.update(state.placed(state.pieces(state.velocity)))
         return found
 
     def clear(self) -> None:
@@ -313,26 +370,37 @@ class BucketStates:
 
     def state_dict(self) -> dict[str, Any]:
         """This rank's state: tensors by parameter name, numbers and strings. Can be read without pickle."""
-        residuals = {name: piece.detach().clone() for name, piece in self.residuals().items()}
-        for name, piece in (*self.flushing.items(), *(item for s in self._buckets.values() for item in s.held.items())):
-            residuals[name] = residuals[name] + piece.to(residuals[name].device) if name in residuals else piece.clone()
-        return {
+        residuals = self.residuals()
+        held = [item for state in self._buckets.values() for item in state.placed(state.held).items()]
+        for name, piece in (*self.flushing.items(), *held):
+            add_piece(residuals, name, piece)
+        pieces = {
+            "residuals": {name: piece for name, piece in residuals.items() if piece.values.any()},
+            "velocities": self.all_velocities(),
+        }
+        balanced = [state for state in self._buckets.values() if not state.fresh]
+        saved: dict[str, Any] = {
             "version": VERSION,
             "rank": self.rank,
             "world_size": self.world_size,
             "step": max([self._step, *(state.step for state in self._buckets.values())]),
             "scale": self.scale,
-            "residuals": {name: piece for name, piece in residuals.items() if piece.any()},
-            "buckets": [_checkpoint_settings(state) for state in self._buckets.values() if not state.fresh],
-            "velocities": {name: piece.clone() for name, piece in self.all_velocities().items()},
+            "buckets": [_checkpoint_settings(state) for state in balanced],
+            **{kind: {name: piece.values.clone() for name, piece in found.items()} for kind, found in pieces.items()},
         }
+        slices = {kind: _slices(found) for kind, found in pieces.items()}
+        if any(slices.values()):
+            saved["slices"] = slices
+        if self._nodes is not None and any(state.share != WHOLE for state in balanced):
+            saved["nodes"] = [list(node) for node in self._nodes.ranks]
+        return saved
 
     def load_state_dict(self, *states: Mapping[str, Any]) -> None:
         """Load what ``state_dict`` returned: this rank's, or all ranks' (in any order) if the world size has changed.
 
-        At the same world size everything continues bit by bit. At another, old rank r's residuals are added to those
-        of new rank r mod world size, further ranks start at zero, and regions are balanced again. The sum of the
-        residuals over the ranks is conserved, up to float32 rounding where residuals are added.
+        At the same world size, with the same nodes, everything continues bit by bit. At another world size old rank r's
+        residuals are added to those of new rank r mod world size, further ranks start at zero, and regions are balanced
+        again. The sum of the residuals over the ranks is conserved, up to float32 rounding where residuals are added.
         """
         states = tuple(state for state in states if state)  # a run without any state saved {}
         if not states:
@@ -343,14 +411,15 @@ class BucketStates:
         self.clear()
         for state in mine:
             for pieces, kind in ((self.unbucketed, "residuals"), (self.velocities, "velocities")):
+                slices = state.get("slices", {}).get(kind, {})
                 for name, piece in state.get(kind, {}).items():
                     own = piece.detach().to(torch.float32).flatten()  # stays on its own device until its bucket is used
-                    before = pieces.get(name)
-                    pieces[name] = own.clone() if before is None else before + own.to(before.device)
+                    add_piece(pieces, name, Piece(own.clone(), *slices.get(name, (0, len(own)))))
         self._step = states[0]["step"]
         self.scale = states[0].get("scale")
         if same:
-            self._settings = {tuple(settings["names"]): settings for settings in mine[0]["buckets"]}
+            self._settings = {tuple(one["names"]): one for one in mine[0]["buckets"]}
+            self._settings_of = None if states[0].get("nodes") is None else Nodes(states[0]["nodes"])
         elif self.rank == 0:
             log.warning(
                 "anabranch: residuals of %d ranks were loaded on %d: their sum is conserved, regions are new",
@@ -386,55 +455,73 @@ class BucketStates:
             state = self._buckets.pop(key)
             state.hold(())
             self._step = max(self._step, state.step)
-            self.unbucketed.update((name, piece.clone()) for name, piece in state.pieces(state.current()).items())
+            for name, piece in state.placed(state.pieces(state.current())).items():
+                add_piece(self.unbucketed, name, replace(piece, values=piece.values.clone()))
             if state.velocity is not None:
-                self.velocities.update(state.pieces(state.velocity))
+                self.velocities.update(state.placed(state.pieces(state.velocity)))
             record_stream(state.residual, *([] if state.packed is None else [state.packed.message]))
 
-    def _new_bucket(self, names: tuple[str, ...], numels: tuple[int, ...]) -> BucketState:
-        form, numel = self._form, sum(numels)
-        packed = None if form is None else PackedResidual.zeros(numel, form, self.rank, self.device)
-        known = self._joined_pieces(self.unbucketed, names, numels)
-        residual = known
-        if residual is None:
-            residual = torch.zeros(numel if packed is None else 0, dtype=torch.float32, device=self.device)
-        state = BucketState.of(residual, self.world_size, names, numels)
-        state.step, state.velocity = self._step, self._joined_pieces(self.velocities, names, numels)
-        if (settings := self._settings.pop(names, None)) is not None:
+    def _new_bucket(self, names: tuple[str, ...], numels: tuple[int, ...], share: Share) -> BucketState:
+        state = BucketState.of(torch.zeros(0, device=self.device), self.world_size // share.parts, names, numels, share)
+        known = self._joined_pieces(self.unbucketed, state)
+        state.step, state.velocity = self._step, self._joined_pieces(self.velocities, state)
+        for name in names:  # velocities of other elements: the bucket's begin at zero again
+            self.velocities.pop(name, None)
+        settings = self._settings.pop(names, None)
+        # Ranks of one place must have the same regions: with other nodes they would come from several places.
+        same_nodes = share == WHOLE or self._settings_of == self._nodes
+        if settings is not None and same_nodes and len(settings["boundaries"]) == len(state.boundaries):
             state.threshold_bias.fill_(settings["tilt"])
             state.boundaries.copy_(torch.tensor(settings["boundaries"], dtype=torch.int64))
             state.step = settings["step"]
             state.fresh = False
-        if packed is not None:
-            state.packed = packed
-            if known is not None:
+        if self._form is not None:
+            state.packed = PackedResidual.zeros(state.numel, self._form, self.rank, self.device)
+        if known is not None:
+            state.residual = known
+            if state.packed is not None:
                 state.pack()
+        elif state.packed is None:
+            state.residual = torch.zeros(state.numel, dtype=torch.float32, device=self.device)
         return state
 
-    def _joined_pieces(
-        self, pieces: dict[str, torch.Tensor], names: Sequence[str], numels: Sequence[int]
-    ) -> torch.Tensor | None:
-        """Take the pieces of these parameters, and return them as one tensor, 0 where none is; None if none is."""
-        if pieces.keys().isdisjoint(names):
+    def _joined_pieces(self, pieces: dict[str, Piece], state: BucketState) -> torch.Tensor | None:
+        """Take the pieces of which a bucket has all elements, as one tensor, 0 where none is; None if none is."""
+        for name, numel in zip(state.names, state.numels, strict=True):
+            if name in pieces and (found := pieces[name].numel) != numel:
+                raise ValueError(f"parameter {name} has {numel} elements, and its residual has {found}")
+        taken = [name for name, own in state.elements.items() if name in pieces and within(pieces[name].elements, own)]
+        if not taken:
             return None
-        flat = torch.zeros(sum(numels), dtype=torch.float32, device=self.device)
-        for name, room in zip(names, flat.split(list(numels)), strict=True):
-            if (piece := pieces.pop(name, None)) is not None:
-                if len(piece) != len(room):
-                    raise ValueError(f"parameter {name} has {len(room)} elements, and its residual has {len(piece)}")
-                room.copy_(piece)
-                record_stream(piece)
+        flat = torch.zeros(state.numel, dtype=torch.float32, device=self.device)
+        parts = state.pieces(flat)
+        for name in taken:
+            piece = pieces.pop(name)
+            piece.room_in(parts[name], state.elements[name].start).copy_(piece.values)
+            record_stream(piece.values)
         return flat
 
 
 def common_lines(state: Mapping[str, Any]) -> list[str]:
     """Describe, line by line, what the states of all ranks of one checkpoint have in common."""
-    trained, scale = state.get("steps_trained"), state.get("scale")
+    trained, scale, nodes = state.get("steps_trained"), state.get("scale"), state.get("nodes")
     head = f"step {state['step']} of {state['world_size']} ranks, {trained} steps trained, loss scale {scale}"
-    return [
-        head,
-        *(f"bucket to {b['names'][-1]}: step {b['step']}, regions {b['boundaries']}" for b in state["buckets"]),
-    ]
+    lines = [head] if nodes is None else [head, f"nodes {nodes}"]
+    for bucket in state["buckets"]:
+        # Two-level buckets have other regions for each place in a node.
+        regions = "" if _is_two_level(bucket, state["world_size"]) else f", regions {bucket['boundaries']}"
+        lines.append(f"bucket to {bucket['names'][-1]}: step {bucket['step']}{regions}")
+    return lines
+
+
+def _is_two_level(saved: Mapping[str, Any], world_size: int) -> bool:
+    """Whether a saved bucket has one region per node, and not one per rank."""
+    return len(saved["boundaries"]) != world_size + 1
+
+
+def _slices(pieces: Mapping[str, Piece]) -> dict[str, list[int]]:
+    """Of each piece that has only some elements of its parameter: its first element, and the parameter's size."""
+    return {name: [piece.low, piece.numel] for name, piece in pieces.items() if len(piece.values) < piece.numel}
 
 
 def _checkpoint_settings(state: BucketState) -> dict[str, Any]:

@@ -6,18 +6,19 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.autograd import Variable
 from torch.utils.hooks import RemovableHandle
 
 from anabranch.exchange.dense import all_finite
-from anabranch.exchange.interface import Group, record_stream
+from anabranch.exchange.interface import Group
 from anabranch.exchange.model_parameters import shaped
 from anabranch.exchange.residuals.bucket_states import BucketState, BucketStates
 from anabranch.exchange.residuals.checkpoint import check_saved
 from anabranch.exchange.residuals.momentum import Velocity
+from anabranch.exchange.shares import WHOLE, Share, within
 from anabranch.values.kinds.formats import STORED, BlockFormat
-from anabranch.values.kinds.names import density_of
+from anabranch.values.kinds.names import density_of, is_two_level
+from anabranch.values.nodes import Nodes
 from anabranch.values.plan import Bucket, Plan
 
 NO_PARAMETERS: Mapping[str, torch.Tensor] = MappingProxyType({})
@@ -35,6 +36,7 @@ class Residuals:
     momentum         share of a velocity that is left after a step (``momentum.py``); 0: gradients are sent
     skipped          whether a loss scaler will skip the step that ends; by default, whether a gradient is not finite
     form             how residuals are rounded between exchanges; None: they are float32
+    nodes            those among which two-level buckets are exchanged; None where a plan has no such bucket
     """
 
     def __init__(
@@ -50,6 +52,7 @@ class Residuals:
         momentum: float = 0.0,
         skipped: Callable[[], bool] | None = None,
         form: BlockFormat | None = None,
+        nodes: Nodes | None = None,
     ) -> None:
         self.warmup_steps = warmup_steps
         self._momentum = momentum
@@ -59,18 +62,24 @@ class Residuals:
         self._parameters = parameters
         self._numels = {name: parameter.numel() for name, parameter in {**parameters, **frozen}.items()}
         self.device = next(iter(parameters.values())).device if parameters else torch.device("cpu")
-        rank, ranks = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
-        self._states = BucketStates(rank, ranks, self.device, form)
+        rank, ranks = (0, 1) if group is None else (group.rank(), group.size())
+        self._states = BucketStates(rank, ranks, self.device, form, nodes)
         self._flush = ResidualFlush(self._states, parameters, averaged, applied)
         self._exchanged: list[tuple[BucketState, torch.Tensor]] = []  # in this step: states and averages
+
+    def use_nodes(self, nodes: Nodes) -> None:
+        """Two-level buckets are exchanged among these nodes; before the first one."""
+        self._states.use_nodes(nodes)
 
     def bucket_state(self, bucket: Bucket, average: torch.Tensor | None = None) -> BucketState:
         """The state of a bucket whose kind keeps a residual.
 
-        ``average``: where an exchange that begins now will leave its average; both are remembered until the step ends.
+        ``average``: where an exchange that begins now will leave its average, that of its share if it has two levels.
+        Under a loss scaler both are remembered until the step ends.
         """
-        state = self._states.bucket(bucket.names, [self._numels[name] for name in bucket.names])
-        if average is not None:
+        numels = [self._numels[name] for name in bucket.names]
+        state = self._states.bucket(bucket.names, numels, self._share(bucket.collective))
+        if average is not None and self._states.scale is not None:
             self._exchanged.append((state, average))
         return state
 
@@ -87,10 +96,17 @@ class Residuals:
         return self._momentum > 0 and density_of(kind) is not None
 
     def velocity(self, bucket: Bucket) -> Velocity | None:
-        """What exchanges of this bucket average in place of gradients; None if they average gradients."""
+        """What exchanges of this bucket average in place of gradients; None if they average gradients.
+
+        The gradients of a two-level bucket may have residuals in them, from before it was made. A velocity would take
+        only a part of these, so they are sent themselves.
+        """
         if not self.sends_velocities(bucket.collective):
             return None
-        return Velocity(self.bucket_state(bucket).sent_velocity(), self._momentum)
+        state = self.bucket_state(bucket)
+        if state.share != WHOLE and (state.fresh or not self._states.flushing.keys().isdisjoint(bucket.names)):
+            return None
+        return Velocity(state.sent_velocity(), self._momentum)
 
     def on_step_end(self) -> None:
         """Call this when all gradients of a step are averaged, on all ranks.
@@ -99,20 +115,19 @@ class Residuals:
         Waits for the device, as the scaler will.
         """
         exchanged, self._exchanged = self._exchanged, []
-        if self._states.scale is None or not exchanged:
-            return
-        if self._skipped():
+        if exchanged and self._skipped():
             for state, average in exchanged:
                 state.take_back(average)
 
     def use_plan(self, plan: Plan | None) -> None:
         """Prepare for a plan, or for DDP's own buckets, from the next step on.
 
-        That step also sends the residuals of parameters that the plan sends dense, so that none is lost.
+        That step also sends the residuals that no bucket of the plan can take, so that none is lost.
         """
-        buckets = plan.buckets if plan is not None else ()
-        kept = {name for bucket in buckets if self.keeps(bucket.collective) for name in bucket.names}
-        self._flush.send_all_but(kept)
+        buckets = [bucket for bucket in (plan.buckets if plan is not None else ()) if self.keeps(bucket.collective)]
+        self._flush.send_all_but(
+            {name: self._share(bucket.collective).of(self._numels[name]) for bucket in buckets for name in bucket.names}
+        )
 
     def store_as(self, how: str) -> None:
         """Between steps: store residuals as "bf16", "int8", or as they are."""
@@ -122,7 +137,7 @@ class Residuals:
         """Lines for ``explain()``."""
         lines = []
         for state in self._states.buckets():
-            to, share = state.names[-1], float(state.applied) / max(1, sum(state.numels))
+            to, share = state.names[-1], float(state.applied) / max(1, state.numel)
             norm = float(state.current().norm())
             if state.fresh and state.step:  # no values were selected: all were sent, rounded
                 lines.append(f"bucket to {to}: rounding errors of norm {norm:.3g} are kept for the next step")
@@ -158,7 +173,7 @@ class Residuals:
         except ValueError as error:
             self._states.loaded = [f"a state that was refused: {error}"]
             raise
-        self._flush.send_all_but(self._flush.kept_names)
+        self._flush.send_all_but(self._flush.kept)
 
     def loaded(self) -> list[str]:
         """A description of what was loaded, as lines that must be the same on all ranks."""
@@ -173,6 +188,10 @@ class Residuals:
         self._flush.close()
         self._states.clear()
         self._exchanged = []
+
+    def _share(self, kind: str) -> Share:
+        """The part of each parameter that this rank exchanges in a bucket of this kind."""
+        return self._states.share if is_two_level(kind) else WHOLE
 
     def _order(self, name: str) -> list[int]:
         """The strides of a parameter and of its residual; empty if it is row-major, or a stand-in without memory."""
@@ -190,16 +209,17 @@ class Residuals:
 
 
 class ResidualFlush:
-    """Sends residuals of parameters that are in no bucket with a residual: added to their next gradients.
+    """Sends residuals that no bucket has: added to the next gradients of their parameters.
 
-    After a change of plan, or from a checkpoint, a parameter may have a residual that the layout in force would never
-    send. A hook on the parameter adds it to the gradient of the next backward pass, on this rank alone, and the
-    averaging of that gradient sends it. If the average is not finite, nobody applies it, and the residual is kept. So
-    residuals need no message of their own.
+    After a change of plan, or from a checkpoint, a rank may have a residual that its buckets would never send: the
+    parameter is sent exactly now, or another rank of the node exchanges these elements. A hook on the parameter adds it
+    to the gradient of the next backward pass, on this rank alone, and the averaging of that gradient sends it. If the
+    average is not finite, nobody applies it, and the residual is kept. So residuals need no message of their own.
 
     averaged   whether the backward pass that ends was averaged
     applied    where parameters are updated inside backward: which of the given parameters were. Elsewhere a gradient
-               counts as applied if all averages are finite.
+               counts as applied if all averages are finite. What was flushed to a bucket with a residual counts as sent
+               if its own averages are finite: what these lack is in the residual, with all that came with it.
     """
 
     def __init__(
@@ -209,21 +229,20 @@ class ResidualFlush:
         averaged: Callable[[], bool],
         applied: Applied | None = None,
     ) -> None:
-        self.kept_names: Collection[str] = ()  # parameters whose buckets have residuals
+        self.kept: Mapping[str, range] = {}  # the elements that buckets with residuals have
         self._states = states
         self._parameters = parameters
         self._averaged = averaged
-        # Without ``applied`` all or none: an optimizer's step is skipped as a whole if any gradient is not finite.
-        self._applied = applied or (lambda names: names if _gradients_finite(parameters) else ())
+        self._applied = applied or self._applied_by_optimizer
         self._handles: list[RemovableHandle] = []
 
-    def send_all_but(self, names: Collection[str]) -> None:
-        """From now on only the buckets of these parameters have residuals: flush those of all others."""
-        self.kept_names = names
-        self._states.keep_buckets_of(names)
+    def send_all_but(self, kept: Mapping[str, range]) -> None:
+        """From now on only buckets of these elements have residuals: flush those of all others."""
+        self.kept = kept
+        self._states.keep_buckets_of(kept)
         self.close()
-        for name in self._states.unbucketed:
-            if name in self._parameters and name not in names:
+        for name, piece in self._states.unbucketed.items():
+            if name in self._parameters and not within(piece.elements, kept.get(name, range(0))):
                 parameter = self._parameters[name]
                 trained = parameter.requires_grad
                 parameter.requires_grad_(True)  # else torch refuses a hook; a frozen parameter may be trained later
@@ -243,7 +262,6 @@ class ResidualFlush:
         if piece is None:
             return gradient
         added = gradient + shaped(piece.to(gradient.device), self._parameters[name])
-        record_stream(piece)  # it is dropped at the end of this pass, and may be of another stream
         if gradient.dtype != torch.float16:
             return added.to(gradient.dtype)
         return self._fitting(name, added, gradient)
@@ -254,7 +272,7 @@ class ResidualFlush:
         fitting = added.clamp(-largest, largest)
         rest = torch.where(gradient.isfinite(), added - fitting, 0.0)
         if bool(rest.any()):
-            whole = torch.empty_like(self._states.flushing[name], device=rest.device)
+            whole = rest.new_empty(rest.numel())
             shaped(whole, self._parameters[name]).copy_(rest)
             self._states.put_back(name, whole)
         return fitting.to(gradient.dtype)
@@ -264,7 +282,20 @@ class ResidualFlush:
         if not self._states.flushing or not self._averaged():
             return
         self._states.end_flush(self._applied(self._states.flushing))
-        self.send_all_but(self.kept_names)
+        self.send_all_but(self.kept)
+
+    def _applied_by_optimizer(self, names: Collection[str]) -> Collection[str]:
+        """All or none, since the optimizer's step is skipped as a whole if any gradient is not finite."""
+        if _gradients_finite(self._parameters):
+            return names
+        bucketed = {name for state in self._states.buckets() for name in state.names}
+        for name in bucketed.intersection(names):
+            parameter = self._parameters[name]
+            if parameter.grad is not None:
+                finite = torch.empty(parameter.numel(), dtype=torch.bool, device=parameter.device)
+                shaped(finite, parameter).copy_(parameter.grad.isfinite())
+                self._states.mark_sent(name, finite)
+        return ()
 
 
 def _gradients_finite(parameters: Mapping[str, torch.Tensor]) -> bool:

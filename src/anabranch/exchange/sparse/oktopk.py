@@ -71,7 +71,9 @@ def exchange(
             f"a sparse exchange was given gradients of {buffer.dtype}: expected float32, bfloat16 or float16; send "
             "others dense"
         )
-    if len(buffer) == 0:
+    if len(buffer) == 0:  # a share may be: all ranks of a node still count the same steps
+        state.step += 1
+        state.fresh = False
         return iter(())
     run = version or version_for(buffer.device, options)
     density = options.density_at(state.step, density)
@@ -158,6 +160,8 @@ class OkTopkExchanges(ExchangeFamily):
 
         On a GPU how much was selected is not known to the host, so that the planned sizes are given.
         """
+        if numel == 0:
+            return Traffic(0, 0, 0.0)
         settled, state = density_of(bucket.collective), self._residuals.bucket_state(bucket)
         assert settled is not None
         density = self._options.density_at(max(0, state.step - 1), settled)

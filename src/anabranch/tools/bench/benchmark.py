@@ -4,11 +4,13 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import NamedTuple
 
 import torch.distributed as dist
 from torch import nn
 
 from anabranch.exchange.compression import Compress
+from anabranch.exchange.nodes import GivenNodes
 from anabranch.parallel import DataParallel
 from anabranch.tools.bench.compiled import (
     CountingBackend,
@@ -39,6 +41,7 @@ from anabranch.values.network import Network
 from anabranch.values.plan import Plan
 from anabranch.values.trace import Trace
 
+FLAT = ", flat"  # the end of a contestant's name
 MAX_TUNING_STEPS = 1000  # tuning usually takes 45 to 120
 # Also measures and tries where little is predicted to be gained: the other contestants need a network.
 THOROUGH = TuningPolicy(min_predicted_gain=-0.05, first_search_steps=100)
@@ -50,6 +53,7 @@ class Settings(RaceSettings):
 
     only           if given, contestants whose name contains one of these
     compiled       computing alone, DDP and every DataParallel also under torch.compile
+    flat           every DataParallel also with ``nodes=False``
     sharded        names of ``fsdp.planning.sharding_modes.SHARDING_MODES``
     search_steps   what each search may cost, and the steps after those that record in which it ends at its next
                    decision, with the best layout so far, for which graphs are still compiled; None: as ``THOROUGH``
@@ -59,13 +63,23 @@ class Settings(RaceSettings):
     compress: Sequence[str] = ()
     only: Sequence[str] = ()
     compiled: bool = False
+    flat: bool = False
     sharded: Sequence[str] = ()
     search_steps: int | None = None
 
     @property
-    def parallels(self) -> dict[str, Compress]:
-        """The names of the DataParallels that can race, with their compressions."""
-        return {OURS: None, **{f"{OURS}, {text}": compression(text) for text in self.compress}}
+    def parallels(self) -> dict[str, "Variant"]:
+        """The DataParallels that can race, by name."""
+        kinds: dict[str, Compress] = {OURS: None, **{f"{OURS}, {text}": compression(text) for text in self.compress}}
+        flat = {f"{name}{FLAT}": Variant(kind, nodes=False) for name, kind in kinds.items() if self.flat}
+        return {**{name: Variant(kind) for name, kind in kinds.items()}, **flat}
+
+
+class Variant(NamedTuple):
+    """How a DataParallel is called."""
+
+    compress: Compress
+    nodes: GivenNodes = "auto"
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,16 +111,16 @@ def run_benchmark(workload: Workload, settings: Settings, say: Say, more: MoreCo
         raise AnabranchError("there is one rank, so nothing to send and nothing to compare: run at least two")
     say(f"{workload.name}: DataParallel profiles, measures, plans and chooses")
     named = settings.parallels.items()
-    ours, *compressed = (tune(workload, settings, name, kind, say) for name, kind in named)
-    contestants = _contestants(workload, settings, ours, compressed, more)
+    ours, *others = (tune(workload, settings, name, variant, say) for name, variant in named)
+    contestants = _contestants(workload, settings, ours, others, more)
     backends: dict[str, CountingBackend] = defaultdict(CountingBackend)
     twins: list[TunedModel] = []
     if settings.compiled:
         start_compiler(workload.device)
-        twins = [tune(workload, settings, name, kind, say, backends[compiled_name(name)]) for name, kind in named]
+        twins = [tune(workload, settings, name, one, say, backends[compiled_name(name)]) for name, one in named]
         contestants += compiled_references(workload, backends)
         contestants += [twin.contestant() for twin in twins]
-    tuned = [ours, *compressed, *twins]
+    tuned = [ours, *others, *twins]
     benchmark = race_all(workload, settings, contestants, ours.trace, say)
     explanation = "\n\n".join(model.parallel.explain() for model in tuned)
     for model in tuned:
@@ -121,7 +135,7 @@ def tune(
     workload: Workload,
     settings: Settings,
     name: str,
-    compress: Compress,
+    variant: Variant,
     say: Say,
     backend: CountingBackend | None = None,
 ) -> TunedModel:
@@ -132,7 +146,7 @@ def tune(
         policy = replace(policy, first_search_steps=limit, max_search_steps=settings.profile_steps + limit)
     # No cache: a benchmark measures what DataParallel finds here, and rivals need a trace and a network of today.
     options = {"profile_steps": settings.profile_steps, "policy": policy, "cache": False, **DDP_OPTIONS}
-    parallel = DataParallel(model, compress=compress, **options)
+    parallel = DataParallel(model, **variant._asdict(), **options)
     if backend is not None:
         name, step = compiled_name(name), compiled_step(step, parallel, backend)
     progress = SearchProgress(f"{workload.name}, {name}", say)
@@ -151,18 +165,18 @@ def tune(
     for line in parallel.explain().splitlines():  # not lost if the race is ended early
         if line.startswith("Compiled:"):
             say(f"{workload.name}, {name}: {line}")
-    return TunedModel(name, compress, parallel, step, parallel.trace, parallel.network)
+    return TunedModel(name, variant.compress, parallel, step, parallel.trace, parallel.network)
 
 
 def _contestants(
-    workload: Workload, settings: Settings, ours: TunedModel, compressed: Sequence[TunedModel], more: MoreContestants
+    workload: Workload, settings: Settings, ours: TunedModel, others: Sequence[TunedModel], more: MoreContestants
 ) -> list[Contestant]:
-    """The contestants that ``settings.only`` admits, and always the compressed ones and the references."""
-    trace, network = ours.trace, _network(ours, compressed)
+    """The contestants that ``settings.only`` admits, and always every DataParallel and the references."""
+    trace, network = ours.trace, _network(ours, others)
     model, step = workload.build()
-    plans = [plan for tuned in compressed if (plan := tuned.parallel.plan) is not None]
+    plans = [plan for tuned in others if (plan := tuned.parallel.plan) is not None]
     asked = [
-        *(tuned.contestant() for tuned in compressed),
+        *(tuned.contestant() for tuned in others),
         *more(model, step, trace, network, plans),
         *(sharded_contestants(workload, settings.sharded) if settings.sharded else ()),
     ]
@@ -178,10 +192,10 @@ def _contestants(
     return [one for one in found if one.name in always or any(part in one.name for part in wanted)]
 
 
-def _network(ours: TunedModel, compressed: Sequence[TunedModel]) -> Network:
+def _network(ours: TunedModel, others: Sequence[TunedModel]) -> Network:
     """The network as DataParallel measured and calibrated it, with the costs of compressed dense collectives."""
     network = ours.network
-    for kind, found in [(tuned.compress, tuned.network) for tuned in compressed]:
+    for kind, found in [(tuned.compress, tuned.network) for tuned in others]:
         if isinstance(kind, str) and kind in EVERY_ELEMENT:  # any plan can use it
             curves, delays = {**network.curves, kind: found.curve(kind)}, {**network.delays, kind: found.delay_s(kind)}
             network = replace(network, curves=curves, delays=delays, model=None)

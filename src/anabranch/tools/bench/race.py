@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
+from anabranch.exchange.nodes import local_size
 from anabranch.observe.environment import lab_note
 from anabranch.tools.bench.compiled import compiled_name
 from anabranch.tools.bench.contestants import Contestant
@@ -28,6 +29,7 @@ from anabranch.values.trace import Trace
 from anabranch.values.version import __version__
 
 COUNTERS = Path("/proc/net/dev")  # of this network namespace: in a lab, that of this rank's host
+RECEIVED, SENT = 0, 8  # their places among the numbers of a card
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,11 +42,14 @@ class RaceSettings:
 
 
 class Turn(NamedTuple):
-    """One turn of one contestant: mean step on the slowest rank, and bytes per step sent by the busiest rank's host."""
+    """One turn of one contestant: mean step on the slowest rank, and bytes per step through a host's network card.
+
+    Of the bytes that a card received and those that it sent the greater number counts; mean over the hosts.
+    """
 
     name: str
     seconds: float
-    sent_nbytes: float
+    card_nbytes: float
 
 
 def race_all(
@@ -59,7 +64,7 @@ def race_all(
     for turn in race(contestants, settings.iters, settings.batches, settings.warmup, workload.device):
         turns[turn.name].append(turn)
         progress.turn_done(turn.name, turn.seconds)
-    nic_counts = nic_counts_all(turns[BASELINE], trace.nbytes)
+    cards_count = cards_count_all(turns[BASELINE], trace.nbytes)
     rows = tuple(
         BenchmarkRow(
             contestant.name,
@@ -67,7 +72,7 @@ def race_all(
             contestant.predicted_s,
             buckets=None if contestant.plan is None else len(contestant.plan),
             lanes=None if contestant.plan is None else contestant.plan.lanes,
-            sent_nbytes=median(turn.sent_nbytes for turn in turns[contestant.name]) if nic_counts else None,
+            card_nbytes=median(turn.card_nbytes for turn in turns[contestant.name]) if cards_count else None,
         )
         for contestant in contestants
     )
@@ -81,6 +86,7 @@ def race_all(
         _bound_s(trace, min(median(turn.seconds for turn in found) for found in references)),
         explanation="",
         facts=_facts(workload, settings),
+        ranks_per_host=ranks_per_host(),
     )
 
 
@@ -103,29 +109,40 @@ def race(
 
 
 def _means(step: Callable[[], None], batches: int, device: torch.device) -> tuple[float, float]:
-    """Seconds and sent bytes per step, each the maximum over the ranks."""
-    _synchronize(device)
-    dist.barrier()
-    _synchronize(device)
-    before_nbytes, begun_s = sent_nbytes(), perf_counter()
+    """Seconds per step, the maximum over the ranks, and bytes per step through a card, the mean over them.
+
+    Cards are read outside the time, when no rank has anything under way.
+    """
+    _meet(device)
+    before, begun_s = card_nbytes(), perf_counter()
     for _ in range(batches):
         step()
     _synchronize(device)
-    took = [perf_counter() - begun_s, float(sent_nbytes() - before_nbytes)]
-    means = torch.tensor(took, dtype=torch.float64, device=device) / batches
-    dist.all_reduce(means, op=dist.ReduceOp.MAX)
-    seconds, nbytes = means.tolist()
-    return seconds, nbytes
+    took_s = perf_counter() - begun_s
+    _meet(device)
+    passed = max(after - earlier for after, earlier in zip(card_nbytes(), before, strict=True))
+    seconds, nbytes = torch.tensor([[took_s], [passed]], dtype=torch.float64, device=device) / batches
+    dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
+    dist.all_reduce(nbytes)
+    return float(seconds), float(nbytes) / dist.get_world_size()
 
 
-def sent_nbytes() -> int:
-    """Bytes that this host's network interfaces have sent, loopback excluded; 0 where the system has no such count."""
+def card_nbytes() -> tuple[int, int]:
+    """Bytes that this host's network cards have received and sent, loopback excluded; 0 where nothing counts them."""
     try:
         lines = COUNTERS.read_text().splitlines()[2:]  # two lines of headings
     except OSError:
-        return 0
+        return 0, 0
     cards = dict(line.split(":", 1) for line in lines)
-    return sum(int(counts.split()[8]) for name, counts in cards.items() if name.strip() != "lo")
+    counts = [list(map(int, card.split())) for name, card in cards.items() if name.strip() != "lo"]
+    return sum(count[RECEIVED] for count in counts), sum(count[SENT] for count in counts)
+
+
+def _meet(device: torch.device) -> None:
+    """Return when all ranks have come here with nothing under way."""
+    _synchronize(device)
+    dist.barrier()
+    _synchronize(device)
 
 
 def _synchronize(device: torch.device) -> None:
@@ -133,23 +150,31 @@ def _synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def nic_counts_all(baseline: Sequence[Turn], nbytes: int) -> bool:
-    """Whether network interfaces count what ranks send: DDP must have been seen to send all its gradients once.
+def cards_count_all(baseline: Sequence[Turn], nbytes: int) -> bool:
+    """Whether network cards count what ranks send: DDP must have been seen to send all its gradients once.
 
     They do not where ranks share a host and its memory, or where RDMA bypasses the kernel.
     """
-    return median(turn.sent_nbytes for turn in baseline) >= nbytes
+    return median(turn.card_nbytes for turn in baseline) >= nbytes
 
 
 def _bound_s(trace: Trace, compute_s: float) -> float:
     """The shortest step that sends every gradient in full: computation, or forward and all bytes at the link's rate.
 
-    Every rank must send and receive 2(N−1)/N of the bytes, whatever the algorithm. Outside a lab no rate is known.
+    2(N−1)/N of the bytes must pass the card of each of N hosts, whatever the algorithm. Outside a lab no rate is known.
     """
+    hosts = dist.get_world_size() // ranks_per_host()
     rate_bit_s = float(os.environ.get(LAB_BIT_S) or 0)
-    s_per_byte = AlphaBeta("ring", 0.0, 8 / rate_bit_s).line(dist.get_world_size())[1] if rate_bit_s else 0.0
+    s_per_byte = AlphaBeta("ring", 0.0, 8 / rate_bit_s).line(hosts)[1] if rate_bit_s else 0.0
     forward_share = trace.forward_s / (trace.forward_s + trace.backward_s)
     return max(compute_s, forward_share * compute_s + trace.nbytes * s_per_byte)
+
+
+def ranks_per_host() -> int:
+    """As the launcher says, and 1 where it says nothing that divides the ranks."""
+    said = local_size()
+    ranks = int(said) if said.isdecimal() else 0
+    return ranks if ranks and dist.get_world_size() % ranks == 0 else 1
 
 
 def _facts(workload: Workload, settings: RaceSettings) -> dict[str, str]:

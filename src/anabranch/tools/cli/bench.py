@@ -41,6 +41,10 @@ COMPRESS = Option(
     "the elements), the last two also with :bf16 or :int8, as which values travel then; repeatable.",
 )
 COMPILE = Option("--compile", help="Also computing alone, DDP and each DataParallel under torch.compile; for --model.")
+FLAT = Option(
+    "--flat",
+    help="Also each DataParallel with nodes=False: exchanges that do not know which ranks share a card.",
+)
 SHARDED = Option(
     metavar="NAME",
     help=f"Also the model sharded over all ranks, or inside nodes of several: {help_of(SHARDING_MODES)}; for --model; "
@@ -62,6 +66,7 @@ def bench(
     search_steps: Annotated[int | None, SEARCH_STEPS] = None,
     compress: Annotated[list[str] | None, COMPRESS] = None,
     compiled: Annotated[bool, COMPILE] = False,
+    flat: Annotated[bool, FLAT] = False,
     sharded: Annotated[list[str] | None, SHARDED] = None,
     only: Annotated[list[str] | None, ONLY] = None,
     backend: BackendOption = None,
@@ -92,6 +97,7 @@ def bench(
         compress=kinds,
         only=only or (),
         compiled=compiled,
+        flat=flat,
         sharded=shardings,
         search_steps=search_steps,
     )

@@ -6,7 +6,7 @@ from typing import Annotated
 from typer import Argument, Exit, Option
 
 from anabranch.tools.cli.network_text import RATE_BIT, TIME_S
-from anabranch.tools.lab.cluster import MAX_HOSTS, Backend, Cluster
+from anabranch.tools.lab.cluster import MAX_HOSTS, Backend, Cluster, Inside
 from anabranch.values.quantities import quantity
 
 UNSHAPED = "unshaped"
@@ -23,6 +23,10 @@ def lab(
     hosts: Annotated[int, Option(min=1, max=MAX_HOSTS, help="Machines in the cluster.")] = 4,
     backend: Annotated[Backend, Option(help="With nccl, hosts share this machine's GPUs (through MPS).")] = "gloo",
     ranks_per_host: Annotated[int, Option(min=1, help="Ranks on each host.")] = 1,
+    inside: Annotated[
+        Inside,
+        Option(help="Links among ranks of a host: its loopback, or, with nccl, copies in the GPU's memory."),
+    ] = "loopback",
     emulate: EmulateOption = False,
     alpha: Annotated[
         str | None, Option(help=f"Latency of an emulated link, by default {DEFAULT_ALPHA}; only with --emulate.")
@@ -44,7 +48,7 @@ def lab(
     alpha_s = quantity(alpha or DEFAULT_ALPHA, TIME_S) if emulate else None
     if alpha_s is not None and not math.isfinite(alpha_s):
         raise ValueError(f"--alpha is {alpha!r}: expected a time in s, ms or us, such as {DEFAULT_ALPHA}")
-    cluster = Cluster(rates * hosts if len(rates) == 1 else rates, ranks_per_host, backend, alpha_s)
+    cluster = Cluster(rates * hosts if len(rates) == 1 else rates, ranks_per_host, backend, alpha_s, inside)
     raise Exit(run(cluster, command, timeout))
 
 

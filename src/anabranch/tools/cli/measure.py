@@ -88,8 +88,8 @@ def _measured(
     import torch.distributed as dist
 
     from anabranch.exchange.compression import probe_of
-    from anabranch.exchange.groups import clone_group
-    from anabranch.exchange.lanes import RELEASE_GRACE_S
+    from anabranch.exchange.lanes import RELEASE_GRACE_S, Lanes
+    from anabranch.exchange.nodes import find_nodes
     from anabranch.observe.measure import SHARDED, noise_note
     from anabranch.observe.measure import measure as measured
 
@@ -97,9 +97,13 @@ def _measured(
     try:
         everyone = dist.group.WORLD
         assert everyone is not None
-        more = [clone_group(everyone, dist.get_backend(), f"anabranch lane {lane}") for lane in range(1, lanes)]
+        made = Lanes(everyone, device)
+        made.grow(lanes)
+        if (nodes := find_nodes("auto", everyone).nodes) is not None:
+            made.use_nodes(nodes, [0])
         timed = {**{kind: probe_of(kind) for kind in kinds}, **SHARDED}
-        network = measured([everyone, *more], device, largest_nbytes, budget_s, timed)
+        network = measured(made.groups, device, largest_nbytes, budget_s, timed, nodes=made[0].nodes)
+        made.close()
         return network, [note for note in [noise_note(network)] if note]
     finally:
         dist.destroy_process_group()

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 Backend = Literal["gloo", "nccl"]
+Inside = Literal["loopback", "memory"]
 
 MAX_HOSTS = 250  # the addresses of one subnet
 MBIT, GBIT = 1e6, 1e9
@@ -17,13 +18,14 @@ class Cluster:
     """Hosts, each with one full-duplex link to one switch.
 
     ``rates_bit_s`` has one rate per host; None leaves that host's link unshaped. ``alpha_s`` is the latency of emulated
-    links; None means real links, between network namespaces.
+    links; None means real links, between network namespaces. ``inside`` is what links among ranks of one host are.
     """
 
     rates_bit_s: Sequence[float | None]
     ranks_per_host: int = 1
     backend: Backend = "gloo"
     alpha_s: float | None = None
+    inside: Inside = "loopback"
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "rates_bit_s", tuple(self.rates_bit_s))
@@ -39,6 +41,13 @@ class Cluster:
             raise ValueError("emulated links support gloo only: drop --emulate or --backend nccl")
         if self.emulated and self.ranks_per_host > 1:
             raise ValueError(f"an emulated host has one rank, not {self.ranks_per_host}: use more --hosts instead")
+        if self.inside == "memory" and self.backend != "nccl":
+            raise ValueError(
+                "links inside a host that are its memory are for --backend nccl, where ranks of one host share a GPU: "
+                "Gloo's are its loopback, unshaped and as fast as its memory, so drop --inside memory"
+            )
+        if self.inside == "memory" and self.ranks_per_host == 1:
+            raise ValueError("--inside memory means nothing where a host has one rank: give --ranks-per-host 2")
         if self.emulated and None in self.rates_bit_s:
             raise ValueError("an emulated link needs a rate: only links between network namespaces can be unshaped")
 
@@ -66,7 +75,8 @@ class Cluster:
         links = f"{rates[0]} links" if len(set(rates)) == 1 else f"links of {', '.join(rates)}"
         if self.alpha_s is not None:
             return f"{hosts}, {links}, {self.alpha_s * 1e6:g} us latency, emulated"
-        return f"{hosts}, {links}, network namespaces"
+        memory = ", memory inside hosts" if self.inside == "memory" else ""
+        return f"{hosts}, {links}, network namespaces{memory}"
 
 
 def rate_text(rate_bit_s: float | None) -> str:

@@ -24,7 +24,7 @@ def caveats(cluster: Cluster) -> str | None:
     found = []
     if cluster.emulated:
         found.append("links are emulated by delays inside the ranks: times are not those of a real network")
-    if cluster.ranks_per_host > 1:
+    if cluster.ranks_per_host > 1 and cluster.inside == "loopback":
         found.append("sockets inside a host go over its loopback, unshaped: NVLink and shared memory would be faster")
     cores = len(os.sched_getaffinity(0))
     if cluster.world_size > cores:

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from anabranch.tools.lab.cluster import Cluster
 from anabranch.tools.lab.emulation.settings import environment as emulation_environment
 from anabranch.tools.lab.hosts import Host
+from anabranch.tools.lab.inside.install import environment as inside_environment
 
 MASTER_PORT = 29500  # always free in a new namespace
 LAB = "ANABRANCH_LAB"
@@ -55,6 +56,8 @@ def rank_environment(
     }
     if cluster.alpha_s is not None:
         ours |= emulation_environment(rates, cluster.alpha_s)
+    if cluster.inside == "memory":
+        ours |= inside_environment()
     # Variables from a torchrun around this process are not meant for the lab's ranks: they would wait for its store.
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("TORCHELASTIC_")}
     return {**inherited, **ours}

@@ -8,7 +8,7 @@ from rich.text import Text
 
 from anabranch.tools.report.chart import Chart, bar_chart, bar_style, bars, hover_text, plotly_text, series
 from anabranch.tools.report.documents import COMPUTE, OURS, Benchmark
-from anabranch.tools.report.formatting import percent, plain, seconds, time_scale
+from anabranch.tools.report.formatting import count, percent, plain, seconds, time_scale
 from anabranch.tools.report.tables import Cell, Table, facts, number, terminal
 
 
@@ -16,11 +16,11 @@ def benchmark_table(found: Benchmark) -> Table:
     """Every contestant; the best is the fastest that trains on all ranks."""
     scale = time_scale(row.step_s for row in found.rows)
     slowest = max(row.step_s for row in found.rows)
-    counted = any(row.sent_nbytes is not None for row in found.rows)
+    counted = any(row.card_nbytes is not None for row in found.rows)
     compiled = any(row.compile_s for row in found.rows)
     headers = [
         "contestant", "buckets", "lanes", f"step\n{scale.unit}", "from\n– to", "step\n/ DDP", "step\n/ bound",
-        f"predicted\n{scale.unit}", "error", *(["sent\nMB"] if counted else []),
+        f"predicted\n{scale.unit}", "error", *(["card\nMB", "card\n/ DDP"] if counted else []),
         *(["compiled\ns"] if compiled else []),
     ]  # fmt: skip
     rows = []
@@ -33,12 +33,13 @@ def benchmark_table(found: Benchmark) -> Table:
             number(row.predicted_s, scale), number(row.prediction_error, "{:+.1%}".format),
         ]  # fmt: skip
         if counted:
-            cells.append(number(row.sent_nbytes, lambda nbytes: f"{nbytes / 1e6:.2f}"))
+            cells.append(number(row.card_nbytes, lambda nbytes: f"{nbytes / 1e6:.2f}"))
+            cells.append(number(found.card_to_ddp(row), "{:.3f}".format))
         if compiled:
             times = " + ".join(f"{step_s:.1f}" for step_s in row.compile_s)
             cells.append(Cell(times or "–", sum(row.compile_s)))
         rows.append(cells)
-    title = f"{plain(found.model)}, {found.ranks} ranks, {found.batch} {found.unit} each"
+    title = f"{plain(found.model)}, {_ranks(found)}, {found.batch} {found.unit} each"
     fastest = min((row for row in found.rows if not row.name.startswith(COMPUTE)), key=lambda row: row.step_s)
     return Table(title, headers, rows, _legend(found, counted, compiled), fastest.name)
 
@@ -102,6 +103,13 @@ def markdown(title: str, benchmarks: Sequence[Benchmark]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def _ranks(found: Benchmark) -> str:
+    """Such as "4 ranks", or "2 hosts × 4 ranks" where hosts have several."""
+    if found.ranks_per_host == 1:
+        return f"{found.ranks} ranks"
+    return f"{count(found.ranks // found.ranks_per_host, 'host')} × {found.ranks_per_host} ranks"
+
+
 def _legend(found: Benchmark, counted: bool, compiled: bool) -> str:
     words = (
         "Medians over the turns, and their range: differences within the ranges mean nothing. step / DDP: median over "
@@ -111,7 +119,10 @@ def _legend(found: Benchmark, counted: bool, compiled: bool) -> str:
         "as DataParallel measured it and corrected it by its own trials."
     )
     if counted:
-        words += " Sent: a step, by the busiest rank's host, as its network cards count it."
+        words += (
+            " Card: what passes a host's network card in a step, as it counts that, the way on which it is more; "
+            "mean over the hosts."
+        )
     if compiled:
         words += (
             " Compiled: the steps in which torch compiled, each as a whole, with torch's caches, in which contestants "

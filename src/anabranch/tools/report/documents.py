@@ -187,8 +187,9 @@ class MemoryDocument(_Read):
 class BenchmarkRow(_Read):
     """One contestant: seconds per step in each of its turns, and the predicted step where there is a prediction.
 
-    ``sent_nbytes``: what the busiest rank's host sent in a step, where that is known. ``compile_s``: on rank 0, each
-    step in which torch compiled something, of a compiled contestant.
+    ``card_nbytes``: what passed a host's network card in a step, where that is known: of what it received and sent the
+    greater number, mean over the hosts. ``compile_s``: on rank 0, each step in which torch compiled something, of a
+    compiled contestant.
     """
 
     name: str
@@ -196,7 +197,7 @@ class BenchmarkRow(_Read):
     predicted_s: Seconds | None = None
     buckets: Count | None = None
     lanes: Count | None = None
-    sent_nbytes: Number | None = None
+    card_nbytes: Number | None = None
     compile_s: tuple[Seconds, ...] = ()
 
     @property
@@ -227,6 +228,7 @@ class Benchmark(_Read):
     explanation: str
     facts: Mapping[str, str]
     skipped: tuple[str, ...] = ()
+    ranks_per_host: Positive = 1
 
     def __post_init__(self) -> None:
         turns = {len(row.turns_s) for row in self.rows}
@@ -241,6 +243,11 @@ class Benchmark(_Read):
     def ratio_to_ddp(self, row: BenchmarkRow) -> float:
         """Median over the rounds of this contestant's step over stock DDP's in the same round."""
         return row.ratio_to(self.row(BASELINE))
+
+    def card_to_ddp(self, row: BenchmarkRow) -> float | None:
+        """This contestant's bytes through a host's network card over stock DDP's, where both are known."""
+        base = self.row(BASELINE).card_nbytes
+        return row.card_nbytes / base if row.card_nbytes is not None and base else None
 
     def is_faster(self, row: BenchmarkRow) -> bool:
         """Whether its step is shorter than stock DDP's by more than noise: in most rounds, and by enough.
@@ -334,6 +341,7 @@ def _with_ratios(benchmark: Benchmark) -> dict[str, Any]:
             **asdict(row),
             "step_s": row.step_s,
             "ratio_to_ddp": benchmark.ratio_to_ddp(row),
+            "card_to_ddp": benchmark.card_to_ddp(row),
             "ratio_to_bound": row.step_s / benchmark.bound_s,
             "prediction_error": row.prediction_error,
         }

@@ -8,10 +8,10 @@ from anabranch.observe.environment import network_note
 from anabranch.tools.lab.emulation.settings import (
     NETWORK_VARIABLE,
     NOTE_VARIABLE,
-    STARTUP_FOLDER,
     EmulatedNetwork,
     environment,
 )
+from anabranch.tools.lab.inside.install import STARTUP_FOLDER
 
 NOTE = "emulated: 4 hosts, 10 Gbit/s, 50 µs (delays, not a real network)"
 

@@ -9,15 +9,14 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from math import inf
-from pathlib import Path
 from typing import Self
 
 from anabranch.tools.lab.cluster import rate_text
+from anabranch.tools.lab.inside.install import startup_path
 from anabranch.values.links import AlphaBeta
 
 NETWORK_VARIABLE = "ANABRANCH_EMULATED"
 NOTE_VARIABLE = "ANABRANCH_NETWORK_NOTE"  # which anabranch.observe.environment reads; the library never imports the lab
-STARTUP_FOLDER = Path(__file__).parent / "startup"  # with a sitecustomize.py, which Python runs as it starts
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,10 +64,6 @@ class EmulatedNetwork:
 
 
 def environment(rate_bit_s: Sequence[float], alpha_s: float) -> dict[str, str]:
-    """Environment variables for ranks whose Gloo groups are to be emulated; one rate per host, the slowest counts.
-
-    The ranks' interpreter must have anabranch installed. PYTHONPATH keeps the entries that this process has.
-    """
+    """Environment variables for ranks whose Gloo groups are to be emulated; one rate per host, the slowest counts."""
     network = EmulatedNetwork(len(rate_bit_s), float(min(rate_bit_s)), float(alpha_s))
-    path = os.pathsep.join(filter(None, [str(STARTUP_FOLDER), os.environ.get("PYTHONPATH")]))
-    return {NETWORK_VARIABLE: str(network), NOTE_VARIABLE: network.note, "PYTHONPATH": path}
+    return {NETWORK_VARIABLE: str(network), NOTE_VARIABLE: network.note, **startup_path()}

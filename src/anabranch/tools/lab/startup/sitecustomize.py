@@ -1,4 +1,4 @@
-"""Runs as a rank's interpreter starts, and arranges that torch.distributed is emulated as soon as it is imported.
+"""Runs as a rank's interpreter starts, and has the lab's links put into torch.distributed as soon as that is imported.
 
 Python prints an error of this file and then ignores it. So everything that can fail happens at the import of
 torch.distributed. On the path this file hides the system's own sitecustomize, if there is one, and therefore runs it.
@@ -14,10 +14,11 @@ from pathlib import Path
 from types import ModuleType
 
 MODULE = "torch.distributed.distributed_c10d"
+GIVEN = sorted({"ANABRANCH_EMULATED", "ANABRANCH_LAB_INSIDE"} & os.environ.keys())
 
 
 class _Finder(MetaPathFinder):
-    """Finds torch's module once, and has the emulation installed in it as soon as it is loaded."""
+    """Finds torch's module once, and has the lab's links installed in it as soon as it is loaded."""
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
         if name != MODULE:
@@ -37,16 +38,18 @@ class _Finder(MetaPathFinder):
 
 def _install(module: ModuleType) -> None:
     try:
-        from anabranch.tools.lab.emulation.install import install
+        from anabranch.tools.lab.emulation import install as emulation
         from anabranch.tools.lab.emulation.settings import EmulatedNetwork
+        from anabranch.tools.lab.inside import install as inside
     except ImportError as error:
         raise ImportError(
-            f"ANABRANCH_EMULATED is set and {sys.executable} cannot import anabranch: {error}. Install anabranch "
-            "there too, or unset ANABRANCH_EMULATED to run without emulation"
+            f"{' and '.join(GIVEN)} is set and {sys.executable} cannot import anabranch: {error}. Install anabranch "
+            "there too, or unset it to run without the lab's links"
         ) from error
-    network = EmulatedNetwork.from_environment()
-    if network is not None:
-        install(module, network)
+    if (network := EmulatedNetwork.from_environment()) is not None:
+        emulation.install(module, network)
+    if inside.INSIDE_VARIABLE in os.environ:
+        inside.install(module)
 
 
 def _run_hidden_sitecustomize() -> None:
@@ -57,6 +60,6 @@ def _run_hidden_sitecustomize() -> None:
         spec.loader.exec_module(module)
 
 
-if "ANABRANCH_EMULATED" in os.environ:
+if GIVEN:
     sys.meta_path.insert(0, _Finder())
 _run_hidden_sitecustomize()
