@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from anabranch import AlphaBeta, Contention, Curve, CurvePoint, Network, NetworkError, TwoLevel
+from anabranch.values.network import InsideNodes
 from oracles import slowdown
 from strategies import contentions, models
 
@@ -114,6 +115,19 @@ def test_shifted_network() -> None:
     assert network.shifted(1).allreduce_s(0) == 1.5
     assert network.shifted(-1).allreduce_s(10) == 1.5
     assert network.shifted(0) == network
+    inside = InsideNodes(2, network.curve("dense"), Curve.linear(1.0, 0.0))
+    moved = replace(network, inside=inside).shifted(1).inside
+    assert moved is not None and moved.scatter.seconds(0) == 1.5 and moved.gather == inside.gather
+
+
+def test_a_measured_network_keeps_what_nodes_cost_inside_and_carries_what_is_between_them() -> None:
+    line = Curve.linear(1e-3, 2e-9)
+    inside = InsideNodes(4, Curve.linear(1e-5, 1e-11), Curve.linear(1e-5, 1e-11))
+    far = Network(8, {"dense": line, "dense@nodes": line, "int8@nodes": line}, inside=inside).at(16)
+    assert far.inside == inside and set(far.curves) == {"dense", "dense@nodes"} == set(far.at(32).curves)
+    assert far.seconds("dense@nodes", 1 << 20) == pytest.approx(1e-3 * 3 + 2e-9 * (3 / 4) / (1 / 2) * (1 << 20))
+    one_node = Network(4, {"dense": line, "dense@nodes": Curve.linear(0.0, 0.0)}, inside=inside)
+    assert set(one_node.at(8).curves) == {"dense"}  # nothing is known of what is between nodes
 
 
 def test_a_network_refuses() -> None:

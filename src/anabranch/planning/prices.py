@@ -17,10 +17,10 @@ from typing import NamedTuple
 
 from anabranch.values.curve import Curve
 from anabranch.values.kinds.formats import FORMATS, Sizes
-from anabranch.values.kinds.names import BF16, INT4, INT8, NODES, Wire, density_of, kind_of, split_wire
+from anabranch.values.kinds.names import BF16, DENSE, INT4, INT8, Wire, density_of, kind_of, split_wire, two_level
 from anabranch.values.kinds.options import OkTopk
 from anabranch.values.links import AlphaBeta, TwoLevel
-from anabranch.values.network import Network
+from anabranch.values.network import InsideNodes, Network
 
 SIZES_NBYTES = [4 << bits for bits in range(8, 31)]  # points of a curve: 1 KiB to 4 GiB
 FLOAT_NBYTES = 4
@@ -74,7 +74,7 @@ class Exchange:
     kind        as a bucket names it, such as "int8"
     phases      what a rank sends, by the elements of the bucket and the number of ranks
     computing   the time it computes in addition
-    two_level   ranks of a node are averaged densely, and only nodes run this exchange
+    two_level   only nodes run this exchange, of sums that are dense inside them; its costs are those between nodes
     """
 
     kind: str
@@ -84,27 +84,20 @@ class Exchange:
 
     def between_nodes(self) -> "Exchange":
         """The same between nodes, inside of which sums are dense: a reduce-scatter before it, an all-gather after."""
-        return replace(self, kind=self.kind + NODES, two_level=True)
+        return replace(self, kind=two_level(self.kind), two_level=True)
 
     def seconds(self, nbytes: int, links: AlphaBeta | TwoLevel, ranks: int) -> float:
-        """The time for a bucket of ``nbytes`` of float32."""
+        """The time for a bucket of ``nbytes`` of float32; on two levels that between nodes.
+
+        Each rank exchanges its share of the bucket with the ranks of the same place in other nodes. The shares of a
+        node pass its one network card together. With one rank in each node it is the plain exchange.
+        """
         if self.two_level and isinstance(links, TwoLevel):
-            return self._two_level_s(nbytes, links, ranks)
+            here, nodes = min(ranks, links.ranks_per_node), ceil(ranks / links.ranks_per_node)
+            card = replace(links.across, beta_s_per_byte=here * links.across.beta_s_per_byte)
+            return self.seconds(-(-nbytes // here), card, nodes) if nodes > 1 else 0.0
         phases = self.phases(-(-nbytes // FLOAT_NBYTES), ranks)
         return sum(travel_s(phase, links, ranks) for phase in phases) + self.computing.seconds(nbytes)
-
-    def _two_level_s(self, nbytes: int, links: TwoLevel, ranks: int) -> float:
-        """Each rank exchanges its share of the bucket with the ranks of the same place in other nodes.
-
-        The shares of a node pass its one network card together. With one rank in each node it is the plain exchange.
-        """
-        here, nodes = min(ranks, links.ranks_per_node), ceil(ranks / links.ranks_per_node)
-        start_s, s_per_byte = links.inside.line(here)
-        inside_s = start_s + s_per_byte * nbytes
-        if nodes == 1:
-            return inside_s
-        card = replace(links.across, beta_s_per_byte=here * links.across.beta_s_per_byte)
-        return inside_s + self.seconds(-(-nbytes // here), card, nodes)
 
     def sent_nbytes(self, numel: int, ranks: int) -> int:
         """Bytes that one rank sends for a bucket of ``numel`` elements."""
@@ -115,13 +108,15 @@ class Exchange:
         ranks = network.world_size
         if ranks == 1:
             return Curve.linear(0.0, 0.0)  # one rank sends nothing and computes nothing
-        links = links_of(network)
+        links = links_of(network, self.two_level)
         return Curve.through((nbytes, self.seconds(nbytes, links, ranks)) for nbytes in SIZES_NBYTES)
 
     def priced(self, network: Network) -> Network:
         """The network with a cost for buckets of this kind; a measured cost is kept."""
         if self.kind in network.curves:
             return network
+        if self.two_level:
+            network = with_nodes(network)
         return replace(network, curves={**network.curves, self.kind: self.curve(network)})
 
     def computing_on(self, network: Network) -> Computing | None:
@@ -137,9 +132,31 @@ class Exchange:
         return Computing(*Curve.through(beyond).line(), source)
 
 
-def links_of(network: Network) -> AlphaBeta | TwoLevel:
-    """The links of a network: those of its model, or of the ring that costs as much as its dense collective."""
-    return network.model or AlphaBeta.ring_like(network.world_size, *network.curve("dense").line())
+def links_of(network: Network, between_nodes: bool = False) -> AlphaBeta | TwoLevel:
+    """The links of a network: those of its model, or of the ring that costs as much as its dense collective.
+
+    ``between_nodes``: where nodes were measured, the links between them, as a ring that costs as much as dense messages
+    there.
+    """
+    inside, kind = network.inside, two_level(DENSE)
+    if between_nodes and inside is not None and kind in network.curves and not isinstance(network.model, TwoLevel):
+        nodes = ceil(network.world_size / inside.ranks_per_node)
+        card = AlphaBeta.ring_like(max(2, nodes), *network.curve(kind).line())
+        return TwoLevel(inside.ranks_per_node, card, card)  # only what is between nodes is asked of them
+    return network.model or AlphaBeta.ring_like(network.world_size, *network.curve(DENSE).line())
+
+
+def with_nodes(network: Network) -> Network:
+    """The network with what dense messages cost on two levels, from its model; if it has no nodes, as much as flat.
+
+    What was measured is kept.
+    """
+    model, kind = network.model, two_level(DENSE)
+    if not isinstance(model, TwoLevel):
+        return replace(network, curves={kind: network.curve(DENSE), **network.curves})
+    between = Curve.linear(*model.between_line(network.world_size))
+    inside = network.inside or InsideNodes.modelled(network.world_size, model)
+    return replace(network, curves={kind: between, **network.curves}, inside=inside)
 
 
 def _on_h200(what: str, *passes_ms: float) -> Computing:

@@ -7,6 +7,7 @@ from typing import Literal, Self
 from anabranch.values.checks import check_seconds
 
 Algorithm = Literal["ring", "tree", "halving_doubling"]
+Line = tuple[float, float]  # start_s, s_per_byte
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +35,7 @@ class AlphaBeta:
         hops = 2 * (world_size - 1)
         return cls("ring", start_s / hops, s_per_byte * world_size / hops)
 
-    def line(self, world_size: int) -> tuple[float, float]:
+    def line(self, world_size: int) -> Line:
         """(start_s, s_per_byte) of one all-reduce among ``world_size`` ranks."""
         n, alpha, beta, gamma = world_size, self.alpha_s, self.beta_s_per_byte, self.gamma_s_per_byte
         if n < 1:
@@ -64,12 +65,22 @@ class TwoLevel:
         if self.ranks_per_node < 1:
             raise ValueError(f"ranks_per_node is {self.ranks_per_node}: expected at least 1")
 
-    def line(self, world_size: int) -> tuple[float, float]:
+    def line(self, world_size: int) -> Line:
         """(start_s, s_per_byte) of one all-reduce among ``world_size`` ranks; a last node may be partly filled."""
         inside_start, inside_slope = self.inside.line(min(world_size, self.ranks_per_node))
-        nodes = ceil(world_size / self.ranks_per_node)
-        if nodes == 1:
-            return inside_start, inside_slope
-        share = replace(self.across, gamma_s_per_byte=self.across.gamma_s_per_byte / self.ranks_per_node)
-        across_start, across_slope = share.line(nodes)
+        across_start, across_slope = self.between_line(world_size)
         return inside_start + across_start, inside_slope + across_slope
+
+    def between_line(self, world_size: int) -> Line:
+        """The same of the second phase alone."""
+        nodes = ceil(world_size / self.ranks_per_node)
+        share = replace(self.across, gamma_s_per_byte=self.across.gamma_s_per_byte / self.ranks_per_node)
+        return share.line(nodes) if nodes > 1 else (0.0, 0.0)
+
+    def inside_lines(self, world_size: int) -> tuple[Line, Line]:
+        """The same of the first and the third phase: half of an all-reduce each, but that only the first one adds."""
+        ranks = min(world_size, self.ranks_per_node)
+        start_s, s_per_byte = self.inside.line(ranks)
+        _, moving_s_per_byte = replace(self.inside, gamma_s_per_byte=0.0).line(ranks)
+        gather = start_s / 2, moving_s_per_byte / 2
+        return (start_s / 2, s_per_byte - gather[1]), gather

@@ -3,12 +3,13 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
+from math import ceil
 from typing import ClassVar, Self
 
 from anabranch.values.checks import NO_META, STRICT, Meta, ReadOnly, check_positive, check_seconds, frozen_meta
 from anabranch.values.curve import Curve, Points
 from anabranch.values.errors import NetworkError
-from anabranch.values.kinds.names import is_two_level
+from anabranch.values.kinds.names import DENSE, is_two_level, two_level
 from anabranch.values.links import AlphaBeta, TwoLevel
 
 
@@ -68,6 +69,16 @@ class InsideNodes:
     def __post_init__(self) -> None:
         if self.ranks_per_node < 1:
             raise ValueError(f"ranks_per_node is {self.ranks_per_node}: expected at least 1")
+
+    @classmethod
+    def modelled(cls, world_size: int, model: TwoLevel) -> Self:
+        """What the formula says."""
+        scatter, gather = model.inside_lines(world_size)
+        return cls(model.ranks_per_node, Curve.linear(*scatter), Curve.linear(*gather))
+
+    def shifted(self, spreads: float) -> Self:
+        """Both curves moved by ``spreads`` times their measured spread."""
+        return replace(self, scatter=self.scatter.shifted(spreads), gather=self.gather.shifted(spreads))
 
 
 ALL_GATHER, REDUCE_SCATTER = "all_gather", "reduce_scatter"
@@ -188,25 +199,33 @@ class Network:
         """The same links with another number of ranks.
 
         A network with a model follows it. A measured one is taken to be a ring whose latency and bandwidth are those
-        of its straight-line fit; meta['assumption'] then says so. Only the dense collective can be carried over.
+        of its straight-line fit; meta['assumption'] then says so. Only the dense collective can be carried over, and if
+        there are nodes, what they cost inside and the dense collective between them: a ring of as many nodes as needed.
         """
         if world_size == self.world_size:
             return self
-        if self.model is not None:
-            carried = type(self).modelled(world_size, self.model, self.contention)
-            return replace(carried, meta=self.meta, delays=self.delays)
-        if self.world_size < 2:
-            raise NetworkError(
-                f"a network of {self.world_size} rank cannot be carried to {world_size}: it has no links; "
-                "measure at least 2 ranks, or give a model such as Network.ring"
-            )
-        model = AlphaBeta.ring_like(self.world_size, *self.curves["dense"].line())
-        note = (
-            f"ring fitted to {self.world_size} ranks: alpha {model.alpha_s:.3g} s, beta {model.beta_s_per_byte:.3g} s/B"
-        )
+        model, meta, inside = self.model, self.meta, self.inside
+        if model is None:
+            if self.world_size < 2:
+                raise NetworkError(
+                    f"a network of {self.world_size} rank cannot be carried to {world_size}: it has no links; "
+                    "measure at least 2 ranks, or give a model such as Network.ring"
+                )
+            model = AlphaBeta.ring_like(self.world_size, *self.curves["dense"].line())
+            meta = {**meta, "assumption": f"ring fitted to {self.world_size} ranks: alpha {model.alpha_s:.3g} s, "
+                    f"beta {model.beta_s_per_byte:.3g} s/B"}  # fmt: skip
         carried = type(self).modelled(world_size, model, self.contention)
-        return replace(carried, meta={**self.meta, "assumption": note}, delays=self.delays)
+        curves = dict(carried.curves)
+        if inside is not None and isinstance(model, TwoLevel):
+            inside = InsideNodes.modelled(world_size, model)
+        elif inside is not None and (between := self.curves.get(two_level(DENSE))) is not None:
+            here, there = (ceil(ranks / inside.ranks_per_node) for ranks in (self.world_size, world_size))
+            if here > 1:
+                curves[two_level(DENSE)] = Curve.linear(*AlphaBeta.ring_like(here, *between.line()).line(there))
+        return replace(carried, curves=curves, meta=meta, delays=self.delays, inside=inside)
 
     def shifted(self, spreads: float) -> Self:
         """Every curve moved by ``spreads`` times its measured spread: higher costs, or lower ones if negative."""
-        return replace(self, curves={kind: curve.shifted(spreads) for kind, curve in self.curves.items()}, model=None)
+        inside = self.inside.shifted(spreads) if self.inside is not None else None
+        curves = {kind: curve.shifted(spreads) for kind, curve in self.curves.items()}
+        return replace(self, curves=curves, model=None, inside=inside)

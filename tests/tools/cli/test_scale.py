@@ -253,13 +253,17 @@ def test_how_lossy_plans_are_is_said(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert all(any(f" {found[way, size]:.2g} " in out for way in ways) for size in (4, 16, 64))
 
 
-def test_between_nodes_it_is_a_price_and_said_to_be_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_two_level_kinds_are_priced_and_what_runs_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     nodes = "two_level:ranks=16,per_node=8,alpha=30us,rate=10gbit,inside_alpha=3us,inside_rate=3000gbit"
-    document = sparse(tmp_path, capsys, "int8", "int8@nodes", "oktopk:0.01@nodes", network=nodes)
+    document = sparse(tmp_path, capsys, "int8", "dense@nodes", "int8@nodes", "oktopk:0.01@nodes", network=nodes)
     steps = {(p["planner"], p["world_size"]): p["iteration_s"] for p in document["points"]}
     assert steps["int8@nodes", 64] < steps["int8", 64] <= steps["optimal", 64]
     assert steps["oktopk:0.01@nodes", 64] < steps["int8@nodes", 64]
-    assert any("a price, since DataParallel does not run that yet" in said for said in document["assumptions"])
+    # The dense all-reduce of the formula has the same stages, of which no two overlap.
+    assert all(steps["dense@nodes", size] <= steps["optimal", size] for size in (4, 16, 64))
+    assert steps["dense@nodes", 64] < steps["optimal", 64]
+    assert {s["name"]: s["kind"] for s in document["strategies"]}["dense@nodes"] == "dense"
+    assert any("stages of successive buckets overlap" in said for said in document["assumptions"])
     flat = sparse(tmp_path, capsys, "int8", "int8@nodes")
     here = {(p["planner"], p["world_size"]): p["iteration_s"] for p in flat["points"]}
     assert all(here["int8", size] == here["int8@nodes", size] for size in (4, 16, 64))

@@ -42,7 +42,7 @@ COMPRESSION = Option(
     help="Also plans with compressed buckets where they gain: auto (as faithful as the backward pass hides, down to "
     "int4), auto:oktopk:0.01 (down to 1 % sparse), bf16, int8, int4, oktopk:0.01 (1 % of the elements), "
     "oktopk:0.01:bf16 (with packed values), or oktopk (as dense as is hidden); lean:int8, lean:auto, lean:0.01 or lean "
-    "on the Lean engine; int8@nodes between nodes that are dense inside; may be repeated; "
+    "on the Lean engine; int8@nodes, dense@nodes and such between nodes, after exact sums inside; may be repeated; "
     f"{arguments.NO_COMPRESSION} for none. Default: {', '.join(COMPRESS)}.",
 )
 SHARDED = Option(

@@ -29,6 +29,7 @@ def test_what_names_mean() -> None:
     cases: list[tuple[str, Compression, str]] = [
         ("int8", Compression(("int8",)), "quantised"),
         ("bf16@nodes", Compression(("bf16",), between_nodes=True), "quantised"),
+        ("dense@nodes", Compression(("dense",), between_nodes=True), "dense"),
         ("oktopk:0.01", Compression(("oktopk:0.01",)), "sparse"),
         ("oktopk", Compression(LADDER), "sparse"),
         ("oktopk:0.02@nodes", Compression(("oktopk:0.02",), between_nodes=True), "sparse"),
@@ -99,7 +100,7 @@ def test_every_exchange_that_may_be_chosen_has_a_cost() -> None:
     strategies = compressed_strategies(names, small_trace(), RING)
     assert list(strategies.planners) == names
     here = strategies.priced(RING.at(64))
-    assert {"dense", "oktopk:0.01", "oktopk:0.2", "oktopk:0.03", "int8", "int4", "bf16@nodes"} == (
+    assert {"dense", "oktopk:0.01", "oktopk:0.2", "oktopk:0.03", "int8", "int4", "dense@nodes", "bf16@nodes"} == (
         set(here.curves) - {"oktopk:0.02", "oktopk:0.05", "oktopk:0.1"}
     )
     assert here.world_size == 64
@@ -145,7 +146,7 @@ def test_assumptions_are_of_what_was_asked_for() -> None:
     assert "0.50 ms per 110 M elements" in told["int8"] and "virtual ranks" not in told["int8"]
     assert "bf16 computes for 0.57 ms per 110 M elements, three passes on an H200" in told["bf16"]
     assert "virtual ranks" in told["oktopk:0.01"] and "all-to-all" not in told["oktopk:0.01"]
-    assert ["DataParallel does not run that yet" in words for words in told.values()] == [False, False, False, True]
+    assert ["exact sums inside each node" in words for words in told.values()] == [False, False, False, True]
 
 
 def test_without_compression_nothing_is_added() -> None:
@@ -155,7 +156,8 @@ def test_without_compression_nothing_is_added() -> None:
 
 def test_the_kinds_of_a_plan_are_priced_and_unknown_ones_left_to_the_network() -> None:
     here = priced(NODES, ["dense", "int8", "oktopk:0.01@nodes", "gtopk:0.01"])
-    assert set(here.curves) == {"dense", "int8", "oktopk:0.01@nodes"}
+    assert set(here.curves) == {"dense", "dense@nodes", "int8", "oktopk:0.01@nodes"}
+    assert here.inside is not None and here.inside.ranks_per_node == 8
     assert here.curve("dense") is NODES.curve("dense")
 
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from anabranch.planning.ladder import least_lossy
 from anabranch.planning.merge import compressed_if_faster
-from anabranch.planning.prices import Exchange, quantised_exchange, sparse_exchange
+from anabranch.planning.prices import Exchange, quantised_exchange, sparse_exchange, with_nodes
 from anabranch.tools.predict.scaling.result import Kind
 from anabranch.values.kinds.fidelity import error_of, ladder
 from anabranch.values.kinds.formats import ENTRY_NBYTES
@@ -19,10 +19,14 @@ from anabranch.values.kinds.names import (
     NODES,
     OKTOPK,
     Wire,
+    between_nodes,
     density_of,
     given_density,
+    is_dense,
+    is_two_level,
     kind_of,
     split_wire,
+    two_level,
     with_wire,
 )
 from anabranch.values.kinds.options import OkTopk
@@ -39,11 +43,11 @@ LEAN = "lean"  # sends the messages of Ok-Topk, or of the kind behind the colon,
 
 
 class Compression(NamedTuple):
-    """What the name of a strategy says, such as "int8", "oktopk:0.01:bf16", "oktopk:0.01@nodes" or "lean:int4".
+    """What the name of a strategy says, such as "int8", "oktopk:0.01:bf16", "dense@nodes" or "lean:int4".
 
     kinds           the exchanges that it chooses from: one, all densities of Ok-Topk, or those of "auto"
     lean            whether the Lean engine runs them
-    between_nodes   whether they run between nodes alone
+    between_nodes   whether they run between nodes, after exact sums inside them
     wire            how sparse ones send values
     """
 
@@ -58,7 +62,7 @@ class Compression(NamedTuple):
         what = name.removesuffix(NODES)
         lean, between_nodes = what.partition(":")[0] == LEAN, what != name
         exchange = what.removeprefix(f"{LEAN}:")  # "lean:int8" runs int8, "lean:0.01" Ok-Topk
-        if exchange in COMPRESSED:
+        if exchange in COMPRESSED or (what == DENSE and between_nodes):
             return cls((exchange,), lean, between_nodes)
         family, colon, at_least = exchange.partition(":")
         if family == AUTO and bool(colon) == bool(at_least) and (chosen := _ladder(at_least)):
@@ -69,7 +73,8 @@ class Compression(NamedTuple):
                 f"--compress is {name!r}: expected {AUTO} (as faithful as is hidden, down to int4), "
                 f"{AUTO}:{OKTOPK}:0.01 (down to 1 % sparse), {', '.join(COMPRESSED)}, {OKTOPK} "
                 f"(as dense as is hidden), {OKTOPK}:0.01 or {OKTOPK}:0.01:bf16 (with packed values); on Lean "
-                f"{LEAN}:int8, {LEAN}:{AUTO}, {LEAN} or {LEAN}:0.01; between nodes alone int8{NODES}"
+                f"{LEAN}:int8, {LEAN}:{AUTO}, {LEAN} or {LEAN}:0.01; between nodes, after exact sums inside them, "
+                f"int8{NODES} and its like, and dense{NODES}"
             )
         densities = DENSITIES if plain in (OKTOPK, LEAN) else [given_density(what)]
         return cls(tuple(map(kind_of, densities)), lean, between_nodes, wire)
@@ -79,6 +84,8 @@ class Compression(NamedTuple):
         """The kind of strategy that this is in a result."""
         if self.lean:
             return "lean"
+        if self.kinds == (DENSE,):
+            return "dense"
         return "quantised" if all(kind in COMPRESSED for kind in self.kinds) else "sparse"
 
     @property
@@ -89,14 +96,16 @@ class Compression(NamedTuple):
     @property
     def collectives(self) -> list[str]:
         """The names of ``kinds`` in the buckets of a plan and in the costs of a network."""
-        return [with_wire(kind, self.wire) + NODES * self.between_nodes for kind in self.kinds]
+        names = [with_wire(kind, self.wire) for kind in self.kinds]
+        return list(map(two_level, names)) if self.between_nodes else names
 
     def planner(self, dense: Sequence[str]) -> Planner:
         """The planner that chooses among these kinds; gradients in ``dense`` are sent dense."""
         names = self.collectives
         if len(names) == 1:
-            return partial(compressed_if_faster, collective=names[0], dense=dense)
-        errors = {DENSE: 0, **dict(zip(names, map(error_of, self.kinds), strict=True))}
+            return partial(compressed_if_faster, collective=names[0], dense=() if is_dense(names[0]) else dense)
+        exact = [DENSE, two_level(DENSE)] if self.between_nodes else [DENSE]
+        errors = {**dict.fromkeys(exact, 0), **dict(zip(names, map(error_of, self.kinds), strict=True))}
         return partial(least_lossy, errors=errors, excluded=dict.fromkeys(names, dense))
 
 
@@ -138,16 +147,21 @@ def exchanges_on(network: Network, kinds: Iterable[str]) -> list[Exchange]:
 def priced(network: Network, kinds: Iterable[str], measured: Network | None = None) -> Network:
     """``network`` with a cost for those of these kinds that have a model and were not measured.
 
-    What exchanges compute is taken from ``measured``, by default ``network`` itself, where they were measured there.
+    A two-level kind brings dense messages on two levels, and what nodes cost inside. What exchanges compute is taken
+    from ``measured``, by default ``network`` itself, where they were measured there.
     """
+    kinds = list(kinds)
+    if any(map(is_two_level, kinds)):
+        network = with_nodes(network)
     for exchange in exchanges_on(measured or network, kinds):
         network = exchange.priced(network)
     return network
 
 
 def kind_of_bucket(collective: str) -> str:
-    """The kind that a bucket of a live plan names, which has neither the wire nor the "@nodes" of a price."""
-    return split_wire(collective.removesuffix(NODES))[0]
+    """The kind that a bucket of a live plan names, which has not the wire of a price."""
+    kind = split_wire(between_nodes(collective))[0]
+    return two_level(kind) if is_two_level(collective) else kind
 
 
 def as_sent(plan: Plan) -> Plan:
@@ -179,7 +193,7 @@ def dense_only(trace: Trace) -> list[str]:
 
 def _exchange(collective: str, network: Network | None = None) -> Exchange | None:
     """The exchange of this name; its computing time is taken from ``network`` where it was measured there."""
-    kind = collective.removesuffix(NODES)
+    kind = between_nodes(collective)
     plain, wire = split_wire(kind)
     density = density_of(plain)
     if kind in COMPRESSED:
@@ -196,7 +210,7 @@ def _assumptions(wanted: Iterable[Compression], exchanges: Sequence[Exchange], n
     wanted = list(wanted)
     if not wanted:
         return []
-    rounded = {kind: found for found in exchanges if (kind := kind_of_bucket(found.kind)) in COMPRESSED}
+    rounded = {kind: found for found in exchanges if (kind := between_nodes(found.kind)) in COMPRESSED}
     sparsely = [found for found in exchanges if density_of(kind_of_bucket(found.kind)) is not None]
     said = []
     if rounded:
@@ -207,7 +221,7 @@ def _assumptions(wanted: Iterable[Compression], exchanges: Sequence[Exchange], n
         said += [f"{kind} computes for {found.computing.source}" for kind, found in rounded.items()]
     if sparsely:
         sources = " and ".join(dict.fromkeys(found.computing.source for found in sparsely))
-        wires = dict.fromkeys(split_wire(found.kind.removesuffix(NODES))[1] for found in sparsely)
+        wires = dict.fromkeys(split_wire(between_nodes(found.kind))[1] for found in sparsely)
         sizes = " or ".join(f"{ENTRY_NBYTES[wire]} bytes as {wire}" for wire in wires)
         said += [
             "sparse buckets cost the messages that virtual ranks count for Ok-Topk's fixed-size exchange, 2(P-1) of "
@@ -218,8 +232,9 @@ def _assumptions(wanted: Iterable[Compression], exchanges: Sequence[Exchange], n
         said.append(f"at {network.world_size} ranks {', '.join(measured)} buckets cost what was measured there")
     if any(compression.between_nodes for compression in wanted):
         said.append(
-            f"{NODES}: dense sums inside each node, and the exchange between nodes alone: a price, since "
-            "DataParallel does not run that yet; on a network without nodes it is the plain exchange"
+            f"{NODES}: exact sums inside each node, and the exchange between nodes; stages of successive buckets "
+            "overlap, and dense buckets are sent so where that is faster; on a network without nodes it is the plain "
+            "exchange"
         )
     return [
         *said,
