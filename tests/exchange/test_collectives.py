@@ -117,7 +117,8 @@ def between_nodes(rank: int) -> dict[str, Any]:
     assert world is not None and isinstance(group, dist.ProcessGroup)
     parameters = {kind: torch.zeros(20, 50) for kind in KINDS}
     options = Auto(kinds=KINDS[1:], oktopk=OkTopk(warmup_steps=0))
-    collectives = collectives_for(options, parameters, world, lambda: True, nodes=NODES)
+    collectives = collectives_for(options, parameters, world, lambda: True)
+    collectives.use_nodes(NODES, rank)
     plan = Plan(tuple(Bucket((kind,), 0, f"{kind}@nodes") for kind in KINDS))
     samples = ErrorSamples(plan, collectives.residuals)
     found: dict[str, Any] = {"keeps": [kind for kind in KINDS if collectives.residuals.keeps(f"{kind}@nodes")]}
@@ -131,8 +132,11 @@ def between_nodes(rank: int) -> dict[str, Any]:
         state = collectives.residuals.of(bucket)
         offered = given.double() - (state.residual if state is not None else 0.0)
         dist.all_reduce(offered, group=group)
-        traffic = collectives.traffic(bucket, SHARE, torch.float32, 2)
-        assert traffic is not None and collectives.supports(bucket.collective, torch.float32)
+        traffic = family.traffic(bucket, SHARE, torch.float32, 2)
+        whole = collectives.traffic(bucket, 2 * SHARE, torch.float32, 4)
+        assert whole is not None and traffic is not None
+        assert whole.sent_nbytes == traffic.sent_nbytes + 4 * 2 * SHARE, "a dense one inside the node, too"
+        assert collectives.supports(bucket.collective, torch.float32)
         found[KINDS[index]] = {"average": average, "offered": offered / 4, "sent": traffic.sent_nbytes}
         drive(probe_of(bucket.collective)(torch.ones(64), group, 2.0))
     found["errors"] = {bucket.collective: error for bucket, error in samples.relative_errors().items()}

@@ -27,7 +27,6 @@ from anabranch.values.kinds.names import (
     two_level,
 )
 from anabranch.values.kinds.options import Auto, OkTopk, Quantised
-from anabranch.values.nodes import Nodes
 
 Compress = str | Sequence[str] | Quantised | OkTopk | Auto | None  # what a user may give
 Settings = Quantised | OkTopk | Auto | None  # the same, with names and lists spelt out
@@ -105,7 +104,6 @@ def collectives_for(
     frozen: Mapping[str, torch.Tensor] = NO_PARAMETERS,
     skipped: Callable[[], bool] | None = None,
     form: BlockFormat | None = None,
-    nodes: Nodes | None = None,
 ) -> Collectives:
     """All exchanges of a model, by the ``compress`` that the user gave; the rest as in ``Residuals``.
 
@@ -132,7 +130,6 @@ def collectives_for(
         momentum=options.momentum,
         skipped=skipped,
         form=form,
-        nodes=nodes,
     )
     families = [OkTopkExchanges(sparse, options, residuals)] if sparse else []
     quantised = QuantisedExchanges(rounded, residuals.bucket_state)
