@@ -150,6 +150,7 @@ def special(rank: int, nodes: Nodes) -> dict[str, torch.Tensor]:
     return found
 
 
+@pytest.mark.slow
 def test_averages_have_the_same_bits_on_all_ranks_and_are_those_of_naive_sums() -> None:
     cases: dict[str, Any] = {f"wild {name}": (wild, nodes) for name, nodes in SHAPES.items()}
     cases |= {f"special {name}": (special, SHAPES[name]) for name in ("2 x 2", "3 x 2", "2 x 4")}

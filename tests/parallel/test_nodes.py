@@ -35,6 +35,8 @@ from parallel.twins import (
 from ranks import cases_on_ranks, on_ranks
 from tuning.given_times import give_times
 
+pytestmark = pytest.mark.slow
+
 RANKS = 4
 ONE_NODE = "Exchanges are flat: all 4 ranks are on one node."
 
