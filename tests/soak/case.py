@@ -4,7 +4,7 @@ import random
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from soak.configurations import CONFIGURATIONS, SHARDED, SHARDED_RANKS
+from soak.configurations import CONFIGURATIONS, TWO_BY_TWO
 from soak.faults import FAULTS, PLANTED, Fault
 
 Ending = Literal["raise", "close", "destroy", "exit"]
@@ -68,7 +68,7 @@ def draw(fault: Fault, chance: random.Random) -> Case:
     """A case of this fault; everything else is random."""
     configurations = [name for name in CONFIGURATIONS if fault.suits(name)]
     configuration = chance.choice(configurations)
-    ranks = SHARDED_RANKS if configuration in SHARDED else chance.choice(WORLDS)
+    ranks = 4 if configuration in TWO_BY_TWO else chance.choice(WORLDS)
     moment: int | str = chance.randrange(HORIZON)
     if fault.point == "any" and chance.random() < 0.5:
         moment = chance.choice(STAGES)

@@ -71,6 +71,12 @@ CONFIGURATIONS: Mapping[str, Configuration] = {
     "compiled-measured": Configuration("wide", compiled="aot_eager", measured=True),
     "compiled-int8": Configuration("wide", compiled="eager", ours={"compress": "int8"}, lossy=True),
     "compiled-int4": Configuration("wide", compiled="aot_eager", ours={"compress": "int4"}, lossy=True),
+    # Two nodes of two ranks: every second bucket is summed inside them first.
+    "nodes": Configuration(ours={"nodes": 2}, given_plan=True),
+    "nodes-measured": Configuration(ours={"nodes": 2}, measured=True),
+    "nodes-int8": Configuration(ours={"nodes": 2, "compress": "int8"}, given_plan=True, lossy=True),
+    "nodes-int4": Configuration(ours={"nodes": 2, "compress": "int4"}, given_plan=True, lossy=True),
+    "nodes-oktopk": Configuration(ours={"nodes": 2, "compress": SPARSE}, given_plan=True, lossy=True),
     # FSDP2 inside each of two nodes of two ranks.
     "replicate": Configuration("sharded"),
     "replicate-bf16": Configuration("sharded", ours={"compress": "bf16"}, lossy=True),
@@ -79,4 +85,4 @@ CONFIGURATIONS: Mapping[str, Configuration] = {
 }
 COMPILED = tuple(name for name, configuration in CONFIGURATIONS.items() if configuration.compiled)
 SHARDED = tuple(name for name, configuration in CONFIGURATIONS.items() if configuration.build == "sharded")
-SHARDED_RANKS = 4
+TWO_BY_TWO = (*SHARDED, *(name for name in CONFIGURATIONS if name.startswith("nodes")))  # four ranks

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import anabranch as ab
-from anabranch.values.kinds.names import COMPRESSED
+from anabranch.values.kinds.names import COMPRESSED, two_level
 from parallel.models import Branches
 from parallel.twins import SCENARIOS, WIDTH, bits, dtypes_of, mlp, scatter, scattered
 from soak.configurations import Configuration
@@ -231,4 +231,5 @@ def given_plan(configuration: Configuration, module: nn.Module) -> ab.Plan:
     kind = f"oktopk:{compress.density:g}" if isinstance(compress, ab.OkTopk) else compress or "dense"
     kind = "int4" if kind == "auto" else kind  # one that auto may choose
     plan = scatter(dtypes_of(module))
-    return ab.Plan(tuple(replace(bucket, collective=str(kind)) for bucket in plan.buckets))
+    kinds = [str(kind), two_level(str(kind)) if "nodes" in configuration.ours else str(kind)]
+    return ab.Plan(tuple(replace(bucket, collective=kinds[i % 2]) for i, bucket in enumerate(plan.buckets)))

@@ -144,7 +144,7 @@ class Recording(StepObserver):
         if step.buckets:
             ends = [
                 (index, at(launched), clock.elapsed_to_end_s(step.forward, end))
-                for index, launched, end in step.buckets
+                for index, launched, (end,) in step.buckets  # of flat exchanges
             ]
             marks["buckets"] = [[index, at_s, round(end_s, DIGITS)] for index, at_s, end_s in ends if end_s is not None]
         if step.ready:
@@ -195,7 +195,7 @@ def _live_through(tuner: Tuner, world: "_World", number: int, step: Step) -> Non
     world.graphs.can_change = "can_cut" in step
     tuner.before_forward(averaged=True)
     backward, computed, averaged = step["marks"]
-    marks = StepMarks(0.0, backward, computed, buckets=[(i, a, b) for i, a, b in step.get("buckets", ())])
+    marks = StepMarks(0.0, backward, computed, buckets=[(i, a, [b]) for i, a, b in step.get("buckets", ())])
     marks.ready = dict(step.get("ready", {}))
     timer.clock = world.clock
     world.clock.now_s = averaged
@@ -268,6 +268,7 @@ class _World:
         self.collectives = SimpleNamespace(
             residuals=residuals,
             max_ctas=None,
+            nodes=None,
             kinds=tuple(given["options"]["kinds"]),
             supports=lambda *_: True,
             family=lambda _: SimpleNamespace(probe=lambda _: None),

@@ -3,8 +3,11 @@
 from dataclasses import replace
 
 import anabranch as ab
+from anabranch.exchange.nodes import FoundNodes
 from anabranch.tuning.explain import Findings, explanation, in_short
 from anabranch.tuning.trial import StepTimes, Trial, computed_faster
+from anabranch.values.network import InsideNodes
+from anabranch.values.nodes import Nodes
 
 TENSORS = (ab.TensorSpec("bias", 1000, 4, 0.1), ab.TensorSpec("weight", 1_000_000, 4, 0.2))
 TRACE = ab.Trace(TENSORS, 0.1)
@@ -37,6 +40,26 @@ def test_measured_errors_stand_beside_their_buckets() -> None:
 
 def test_before_anything_is_found_only_the_stage_is_shown() -> None:
     assert explanation(NOTHING) == "anabranch: settling."
+
+
+def test_nodes_are_shown_once_they_are_known() -> None:
+    for nodes in (FoundNodes(Nodes.of_size(4, 2), "nodes=2"), FoundNodes(None, "nodes=False")):
+        assert explanation(replace(NOTHING, nodes=nodes)).splitlines() == ["anabranch: settling.", str(nodes)]
+
+
+def test_buckets_that_sum_inside_nodes_are_counted_with_what_they_cost() -> None:
+    plan = ab.Plan(tuple(replace(bucket, collective="dense@nodes") for bucket in PLAN.buckets))
+    line = ab.Curve.linear(1e-3, 0.0)
+    network = replace(NETWORK, curves={**NETWORK.curves, "dense@nodes": line}, inside=InsideNodes(2, line, line))
+    text = explanation(replace(NOTHING, trace=TRACE, network=network, plan=plan))
+    assert "Summed inside nodes first, they take 2.00 ms there, and 1.00 ms between nodes." in text
+    takes_ms, dense_ms = 2 * 3.0, 1.04 + 41.0
+    saves = f"2 of 2 buckets sum inside nodes, which saves {dense_ms - takes_ms:.2f} ms of the {dense_ms:.2f} ms"
+    assert saves in text, "all three stages are counted"
+    assert "with dense messages between all ranks on one lane" in text
+    unknown = replace(network, curves=NETWORK.curves)  # as of a network.json that was measured for other kinds
+    for flat in (NETWORK, unknown):
+        assert "nodes" not in explanation(replace(NOTHING, trace=TRACE, network=flat, plan=PLAN))
 
 
 def test_an_emulated_network_is_named_before_and_after_it_is_measured() -> None:

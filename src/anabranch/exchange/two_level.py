@@ -88,7 +88,8 @@ def stage_probes(between: Mapping[str, Collective], groups: NodeGroups) -> dict[
 
     def of(exchange: Collective) -> Collective:
         def of_a_share(buffer: torch.Tensor, group: Group, divisor: float) -> Steps:  # noqa: ARG001
-            return exchange(buffer[: max(1, len(buffer) // places)], groups.between, divisor)
+            # Not by ``divisor``: of ones that are averaged again and again by it, slow denormal numbers would be left.
+            return exchange(buffer[: max(1, len(buffer) // places)], groups.between, groups.between.size())
 
         return of_a_share
 

@@ -135,8 +135,10 @@ class Stopwatch:
         If that one alone takes longer than ``budget_s``, it counts: first-time costs are a small part of it. One more
         follows, unless it took longer than twice the budget.
         """
+        began_s = perf_counter()
         first_s = max(self._times(action, 1)[0], 1e-7)
-        affordable = self.as_rank_0(budget_s / first_s)
+        waited_s = perf_counter() - began_s if self._contending is not None else 0.0  # for all ranks to start together
+        affordable = self.as_rank_0(budget_s / max(first_s, waited_s))
         if affordable < 1:
             return [first_s, *self._times(action, int(affordable > 1 / 2))]
         fewest, most = REPEATS

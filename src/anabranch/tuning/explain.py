@@ -63,7 +63,8 @@ def explanation(found: Findings) -> str:
         if name := trace.meta.get("order_changed_at"):
             lines.append(f"Gradients change their order between steps, first at {name}: plans may wait for late ones.")
     lines += found.graph_lines
-    lines.append(str(found.nodes))
+    if found.nodes != UNKNOWN:
+        lines.append(str(found.nodes))
     title = f"Network ({found.network_note})" if found.network_note else "Network"
     if network is not None:
         whole_s = network.allreduce_s(trace.nbytes) if trace is not None else 0.0
@@ -71,7 +72,7 @@ def explanation(found: Findings) -> str:
             f"{title}: {network.world_size} ranks, {network.curve('dense').start_s * 1e3:.3f} ms per message, "
             f"{whole_s * 1e3:.2f} ms for all gradients at once; {_second_lane_gain(network)}."
         )
-        if network.inside is not None and trace is not None:
+        if network.inside is not None and trace is not None and two_level(DENSE) in network.curves:
             lines.append(_inside_nodes(trace, network, network.inside))
         if notes := [str(note) for name, note in network.meta.items() if name.startswith("refined")]:
             lines.append(f"Corrected by live steps: {'; '.join(notes)}.")
@@ -178,6 +179,7 @@ def _bucket_rows(plan: Plan, trace: Trace | None, network: Network | None, error
             mib, ready = f"{nbytes / MIB:.3f}", f"{max(tensor.ready_s for tensor in members) * 1e3:.2f}"
         if members and network is not None and kind in network.curves:
             seconds = network.seconds(kind, sum(tensor.cost_nbytes(kind) for tensor in members))
+            seconds += sum(network.inside_s(kind, nbytes))
             plain_s = network.seconds(DENSE, nbytes)
             takes, dense = f"{seconds * 1e3:.2f}", f"{plain_s * 1e3:.2f}"
             if kind != DENSE:

@@ -333,7 +333,6 @@ class BucketStates:
             for state in self._buckets.values():
                 with state.whole() as residual:
                     residual.mul_(scale / self.scale)
-            for state in self._buckets.values():
                 for values in state.held.values():
                     values.mul_(scale / self.scale)
             for piece in (*self.unbucketed.values(), *self.flushing.values(), *self.all_velocities().values()):
