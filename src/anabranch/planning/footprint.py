@@ -7,6 +7,8 @@ The input is a ``StepProfile``: what the step itself has in memory as its gradie
     bf16, int8      as DDP, messages with all values of a bucket, and an owner's rounding errors if they are kept
     int4            the same, and a residual n
     auto            as int4, which it may choose for every bucket
+    int4@nodes      residuals and messages of a rank's share, n/R on R ranks per node, and a bucket's size inside nodes
+                    to send and to receive; other kinds alike
     Lean, dense     weights n, slots: a bucket's gradients from when it is complete until it is updated, two at a time
     Lean, oktopk    weights n, residual n, which is also where gradients are summed, slots
     Lean, residuals in bf16 (or int8)    weights n, residual n/2 (n/4), slots, two more for residuals in float32
@@ -21,13 +23,13 @@ fragmentation of its memory.
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
 
 from anabranch.planning.by_size import filled
 from anabranch.values.kinds.fidelity import LEAST
 from anabranch.values.kinds.formats import CHUNK_NUMEL, FORMATS, STORED, Sizes, widest_numel
-from anabranch.values.kinds.names import AUTO, DENSE, OKTOPK
+from anabranch.values.kinds.names import AUTO, DENSE, OKTOPK, between_nodes, is_two_level
 from anabranch.values.kinds.options import OkTopk, Quantised
 
 KINDS = ("weights", "gradients", "residual", "optimizer state", "activations", "send", "receive", "workspace")
@@ -172,7 +174,7 @@ ResidualPlacement = Literal["in place", "bf16", "int8"]
 class TrainingMode(NamedTuple):
     """How a model is trained: by which exchange, on Lean or not, and how residuals are stored.
 
-    exchange          "dense", "oktopk", "auto" or a kind that rounds
+    exchange          "dense", "oktopk", "auto" or a kind that rounds; in DataParallel also on two levels, "int4@nodes"
     lean              whether Lean trains it; else DataParallel on DDP's buckets
     rounding_errors   whether an exchange that rounds keeps its errors; None: the default of its kind
     """
@@ -260,7 +262,8 @@ class Setting:
     buckets                 parameter names by bucket, as a plan has them; None: 25 MiB each, in the order of backward
     clips                   whether gradients are clipped by their norm: then Lean holds averages until backward ends
     blas_workspace_nbytes   what cuBLAS keeps for itself
-    ranks_per_node          the ranks among which HSDP shards the model; None: all ranks are in one node
+    ranks_per_node          those among which HSDP shards the model, and two-level exchanges their buckets; None: HSDP
+                            has all ranks in one node, and others one in each
     """
 
     ranks: int = 4
@@ -320,19 +323,30 @@ def exchange_of(last: ReadyGradient) -> str:
 
 
 def _data_parallel(profile: StepProfile, setting: Setting, mode: TrainingMode) -> Iterator[Footprint]:
-    buckets = mode.buckets(profile, setting)
-    residual = sum(mode.stored_nbytes(bucket) for bucket in buckets)
+    in_stages, mode = is_two_level(mode.exchange), mode._replace(exchange=between_nodes(mode.exchange))
+    buckets = sorted(mode.buckets(profile, setting), key=lambda bucket: bucket.last_index)
+    sent = buckets
+    if in_stages:  # of a bucket a rank exchanges a share with other nodes
+        per_node = setting.ranks_per_node or 1
+        sent = [b._replace(numel=-(-b.numel // per_node), nbytes=-(-b.nbytes // per_node)) for b in buckets]
+        setting = replace(setting, ranks=setting.ranks // per_node, ranks_per_node=None)
+    residual = sum(mode.stored_nbytes(share) for share in sent)
     constant = constant_footprint(profile, setting, gradients=profile.gradients_nbytes, residual=residual)
-    constant = constant.plus(workspace=owner_sums_nbytes(buckets, setting, mode))
+    constant = constant.plus(workspace=owner_sums_nbytes(sent, setting, mode))
     for gradient in profile.gradients:
         yield constant.plus_use(until_gradient(gradient.name), gradient.peak_before)
     previous = NO_MESSAGES  # the messages of the bucket before are still in memory
-    for bucket in sorted((bucket for bucket in buckets if bucket.compressed), key=lambda bucket: bucket.last_index):
+    for bucket, share in zip(buckets, sent, strict=True):
+        if not (bucket.compressed or in_stages):
+            continue
         gradient = profile.gradients[bucket.last_index]
-        messages, *rarely = exchange_nbytes(bucket, setting, mode)
-        for own in (messages, *rarely):
+        needed = exchange_nbytes(share, setting, mode)
+        if in_stages:  # all stages together, since those of successive buckets overlap
+            inside = {"send": bucket.nbytes, "receive": bucket.nbytes, "workspace": FLOAT_NBYTES * share.numel}
+            needed = [_together(inside, each) for each in needed]
+        for own in needed:
             yield constant.plus_use(exchange_of(gradient), gradient.when_ready, **_together(previous, own))
-        previous = messages
+        previous = needed[0]
     yield optimizer_step(profile, constant)
 
 

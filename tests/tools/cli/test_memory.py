@@ -345,6 +345,27 @@ def test_models_that_are_sharded_inside_nodes(capsys: pytest.CaptureFixture[str]
         )
 
 
+def test_two_level_exchanges_hold_a_share_of_residuals_and_messages(capsys: pytest.CaptureFixture[str]) -> None:
+    four = "two_level:ranks=16,per_node=4,alpha=50us,rate=10gbit,inside_alpha=5us,inside_rate=200gbit"
+    asked = [*ASKED, "--compress", "int4@nodes", "--compress", "dense@nodes", "--compress", "oktopk:0.05@nodes"]
+    document = json_of(capsys, *asked, "--compress", "int4", "--network", four)
+    assert "@nodes: 4 ranks per node, each with its share of residuals and messages" in document["assumptions"]
+    kinds = {mode: row["kinds"] for mode, row in document["modes"].items()}
+    assert kinds["int4@nodes"]["residual"] == pytest.approx(kinds["int4"]["residual"] / 4, rel=0.01)
+    assert kinds["oktopk@nodes"]["residual"] == pytest.approx(kinds["int4"]["residual"] / 4, rel=0.05)
+    assert kinds["dense@nodes"]["residual"] == 0 and "lean, int4@nodes" not in kinds
+    profile = probe(images(4), OPTIMIZERS["momentum"])
+    setting = Setting(ranks=16, density=0.05, ranks_per_node=4)
+    for mode in ("int4@nodes", "dense@nodes"):
+        assert document["modes"][mode]["predicted_nbytes"] == predict(profile, mode, setting).nbytes
+    # with one rank in each node it is the flat exchange, but for the stages inside
+    alone, flat = (predict(profile, mode, Setting(ranks=4)) for mode in ("int4@nodes", "int4"))
+    assert alone.kinds["residual"] == flat.kinds["residual"] and alone.nbytes >= flat.nbytes
+    for more in ([], ["--network", NETWORK]):
+        refused = error_of(capsys, *ASKED, "--compress", "int4@nodes", *more)
+        assert "--compress is int4@nodes, which sums inside nodes: expected a --network with nodes" in refused
+
+
 def test_the_difference_to_ddp_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*ASKED, "--compress", "int8"]) == 0
     lines = [line.split() for line in capsys.readouterr().out.partition("At the peak, MiB")[2].splitlines()]

@@ -14,7 +14,7 @@ from anabranch.tools.cli.output import print_document
 from anabranch.tools.cli.shared_options import JsonOption, Precision
 from anabranch.tools.cli.user_function import backward_errors, build_at
 from anabranch.tools.network_presets import PRESETS
-from anabranch.values.kinds.names import AUTO, COMPRESSED, DENSE, OKTOPK
+from anabranch.values.kinds.names import AUTO, COMPRESSED, DENSE, OKTOPK, between_nodes, is_two_level, two_level
 from anabranch.values.kinds.options import OkTopk
 from anabranch.values.links import TwoLevel
 from anabranch.values.quantities import size_nbytes
@@ -34,11 +34,12 @@ Activations = Literal["keep", "recompute"]
 MODEL = Option(
     metavar="M", help="A model of torchvision or transformers, such as resnet152 or gpt2; or your own: module:function."
 )
-NETWORK = Option(metavar="N", help="For the number of ranks, and the nodes of hsdp: as in scale.")
+NETWORK = Option(metavar="N", help="For the number of ranks, and their nodes: as in scale.")
 COMPRESS = Option(
     metavar="KIND",
     help=f"Exchanges of DataParallel and Lean: oktopk, oktopk:0.01:bf16 (1 %, packed values), {AUTO}, "
-    f"{', '.join(COMPRESSED)}; may be repeated. Default: oktopk, of a share of {DEFAULT_DENSITY}.",
+    f"{', '.join(COMPRESSED)}; int4@nodes and such on a network with nodes; may be repeated. Default: oktopk, of a "
+    f"share of {DEFAULT_DENSITY}.",
 )
 SHARDED = Option(
     metavar="NAME", help=f"Also sharded over all ranks, or inside nodes: {', '.join(UNPLANNED)}; may be repeated."
@@ -64,7 +65,7 @@ def memory(
     links, shardings = network_of(network, ranks), list(dict.fromkeys(sharded or ()))
     exchanges, oktopk = _asked(compress or [OKTOPK])
     density = float(oktopk.density)
-    ranks, node = ranks or (links.world_size if links else DEFAULT_RANKS), _ranks_per_node(links, shardings)
+    ranks, node = ranks or (links.world_size if links else DEFAULT_RANKS), _ranks_per_node(links, shardings, exchanges)
     setting = Setting(ranks, density, options=oktopk, ranks_per_node=node)
     from anabranch.tools.predict.memory.estimator import MAX_BATCH
     from anabranch.tools.report.documents import MemoryDocument, MemoryMode
@@ -116,11 +117,15 @@ def _asked(compress: Sequence[str]) -> tuple[list[str], OkTopk]:
     """The exchanges that --compress asks for, each once, and how sparse ones send; ValueError if they do not fit."""
     if ladder := next((text for text in compress if text.startswith(f"{AUTO}:")), None):
         raise ValueError(f"--compress is {ladder!r}: expected {AUTO}, or the least faithful kind of that ladder itself")
-    found = {text: compression(text, OkTopk(density=DEFAULT_DENSITY)) for text in compress}
+    found = {
+        text: DENSE if text == two_level(DENSE) else compression(between_nodes(text), OkTopk(density=DEFAULT_DENSITY))
+        for text in compress
+    }
     sparse = {text: options for text, options in found.items() if isinstance(options, OkTopk)}
     if len(sparse) > 1:
         raise ValueError(f"--compress is {' and '.join(sparse)}: expected one density and one wire; run them apart")
-    exchanges = dict.fromkeys(OKTOPK if text in sparse else text for text in found)
+    named = {text: OKTOPK if text in sparse else between_nodes(text) for text in found}
+    exchanges = dict.fromkeys(two_level(kind) if is_two_level(text) else kind for text, kind in named.items())
     return list(exchanges), next(iter(sparse.values()), OkTopk(density=DEFAULT_DENSITY))
 
 
@@ -128,7 +133,7 @@ def _modes(exchanges: Sequence[str], sharded: Sequence[str]) -> list[str]:
     """DDP, Lean without compression, and the modes of these exchanges, the naive one too; then FSDP2's."""
     from anabranch.tools.predict.memory.training_modes import DDP, LEAN_DENSE, NAIVE, modes_of
 
-    naive = [NAIVE] if OKTOPK in exchanges else []
+    naive = [NAIVE] if OKTOPK in map(between_nodes, exchanges) else []
     return [DDP, LEAN_DENSE, *naive, *(mode for exchange in exchanges for mode in modes_of(exchange)), *sharded]
 
 
@@ -153,17 +158,23 @@ def unplanned(name: str) -> ShardingMode:
 
 def node_size(network: "Network") -> int | None:
     """How many ranks a node of this network can have; None if it has no nodes."""
-    return network.model.ranks_per_node if isinstance(network.model, TwoLevel) else None
+    if isinstance(network.model, TwoLevel):
+        return network.model.ranks_per_node
+    return network.inside.ranks_per_node if network.inside is not None else None
 
 
-def _ranks_per_node(network: "Network | None", sharded: Sequence[str]) -> int | None:
-    """How many ranks hold one copy of the model under hsdp: those of a node of the network."""
+def _ranks_per_node(network: "Network | None", sharded: Sequence[str], exchanges: Sequence[str]) -> int | None:
+    """How many ranks hold one copy of the model under hsdp, and share a bucket's exchange: those of a node."""
     size = None if network is None else node_size(network)
     inside = [name for name in sharded if unplanned(name).nodes]
     if inside and size is None:
         raise ValueError(
             f"--sharded is {inside[0]}, which shards inside nodes: expected a --network with nodes, such as "
             "nvlink+25gbe"
+        )
+    if (in_stages := next(filter(is_two_level, exchanges), None)) and size is None:
+        raise ValueError(
+            f"--compress is {in_stages}, which sums inside nodes: expected a --network with nodes, such as nvlink+25gbe"
         )
     return size and min(size, network.world_size if network else size)
 
@@ -172,9 +183,11 @@ def _about(exchanges: Sequence[str], setting: Setting, sharded: Sequence[str]) -
     """What is assumed of exchanges and of the sharded modes."""
     said = {
         f"Ok-Topk sends values as {setting.options.wire}": setting.options.wire != "fp32",
-        AUTO_AS: AUTO in exchanges,
+        AUTO_AS: AUTO in map(between_nodes, exchanges),
         SHARDED_ASSUMPTION: bool(sharded),
     }
+    if any(map(is_two_level, exchanges)):
+        said[f"@nodes: {setting.ranks_per_node} ranks per node, each with its share of residuals and messages"] = True
     if setting.ranks_per_node is not None and any(sharding_mode(name).nodes for name in sharded):
         nodes = setting.ranks // setting.ranks_per_node
         said[f"hsdp: {nodes} nodes of {setting.ranks_per_node} ranks, each with one copy of the model"] = True

@@ -33,7 +33,7 @@ from anabranch.planning.footprint import (
 )
 from anabranch.tools.predict.scaling.sharding import block_of
 from anabranch.values.kinds.formats import STORED
-from anabranch.values.kinds.names import AUTO, COMPRESSED, DENSE, OKTOPK
+from anabranch.values.kinds.names import AUTO, COMPRESSED, DENSE, OKTOPK, two_level
 from anabranch.values.sharded import Block
 
 DDP, LEAN_DENSE, NAIVE, LEAN, LEAN_BF16, LEAN_INT8 = (
@@ -51,13 +51,15 @@ def _named() -> Iterator[tuple[str, TrainingMode]]:
         if TrainingMode(kind).keeps_residual:
             for form in STORED:
                 yield f"{lean}, residuals {form}", TrainingMode(kind, True, cast(ResidualPlacement, form))
+    for kind in (DENSE, OKTOPK, *COMPRESSED, AUTO):
+        yield two_level(kind), TrainingMode(two_level(kind))
 
 
 OUR_MODES: Mapping[str, TrainingMode] = dict(_named())  # those of ab.DataParallel, with an exchange of ours
 
 
 def modes_of(exchange: str) -> list[str]:
-    """The modes of one exchange, "oktopk", "dense", "auto" or a kind that rounds: in DataParallel, then on Lean."""
+    """The modes of one exchange, such as "oktopk", "auto" or "int8": in DataParallel, then on Lean if it is flat."""
     return [name for name, mode in OUR_MODES.items() if mode.exchange == exchange]
 
 
