@@ -46,10 +46,15 @@ def choice_for(model: nn.Module, ranks: int, lanes: int = 1, **changes: Any) -> 
 
 
 def cache_of(
-    model: nn.Module, folder: str, options: TuningOptions = OPTIONS, settings: tuple[str, ...] = ("compress None",)
+    model: nn.Module,
+    folder: str,
+    options: TuningOptions = OPTIONS,
+    settings: tuple[str, ...] = ("compress None",),
+    nodes: Nodes | None = None,
 ) -> TrainingCache:
     assert dist.group.WORLD is not None
     collectives = Collectives(QuantisedExchanges(), DenseExchanges())
+    collectives.use_nodes(nodes, dist.get_rank())
     parameters = dict(model.named_parameters())
     return TrainingCache(replace(options, cache=folder), settings, model, parameters, collectives, dist.group.WORLD)
 
@@ -183,7 +188,8 @@ def agreed(rank: int, folders: list[str], case: str) -> list[Any]:
         "another network than was given": {"network": ab.Network.ring(2, 1e-5, 2e-9)},
         "a kind that a gradient must not use": {"kinds": ("int8",), "excluded": {"int8": frozenset({"0.bias"})}},
     }
-    cache = cache_of(model, folders[rank], replace(OPTIONS, **asked.get(case, {})))
+    nodes = Nodes.of_size(2, 1) if case == "two levels" else None
+    cache = cache_of(model, folders[rank], replace(OPTIONS, **asked.get(case, {})), nodes=nodes)
     cache.note_input(batch(0, rows=4 + rank))  # other batches on other ranks
     assert cache.read(dist.group.WORLD, 64) is None
     choice = choice_for(model, 2, label=f"of rank {rank}")
@@ -205,7 +211,7 @@ def agreed(rank: int, folders: list[str], case: str) -> list[Any]:
         choice = replace(choice, plan=ab.Plan((replace(choice.plan.buckets[0], collective="int8"),)))
         dense = choice.network.curve("dense")
         choice = replace(choice, network=replace(choice.network, curves={"dense": dense, "int8": dense}))
-    elif case == "two levels without nodes":
+    elif case in ("two levels", "two levels without nodes"):
         assert choice.plan is not None
         choice = replace(choice, plan=ab.Plan((replace(choice.plan.buckets[0], collective="dense@nodes"),)))
     elif case == "many lanes":
@@ -225,6 +231,7 @@ def agreed(rank: int, folders: list[str], case: str) -> list[Any]:
     return [None if found is None else found.label, lines.ended()]
 
 
+FIT = ("fits", "no plan", "two levels")
 UNFIT = {
     "other ranks": "the network was measured among 4 ranks and these are 2",
     "other gradients": "the plan leaves out",
@@ -241,8 +248,7 @@ UNFIT = {
 
 def all_agreed(rank: int, folder: str) -> dict[str, Any]:
     """Every case of agreement, each in folders of its own."""
-    fits = ("fits", "no plan")
-    answers = {case: agreed(rank, [f"{folder}/{case} 0", f"{folder}/{case} 1"], case) for case in fits}
+    answers = {case: agreed(rank, [f"{folder}/{case} 0", f"{folder}/{case} 1"], case) for case in FIT}
     answers["only elsewhere"] = agreed(rank, [f"{folder}/file", f"{folder}/only"], "fits")
     answers |= {case: agreed(rank, [f"{folder}/{case}"] * 2, case) for case in UNFIT}
     answers["refused by one"] = refused_by_one(rank, f"{folder}/refused")
@@ -252,7 +258,7 @@ def all_agreed(rank: int, folder: str) -> dict[str, Any]:
 def test_ranks_agree_on_what_rank_0_reads(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("not a folder")
     first, second = on_ranks(all_agreed, 2, str(tmp_path))
-    for case in ("fits", "no plan"):
+    for case in FIT:
         assert first[case] == second[case] == ["of rank 0", []], "where folders differ, that of rank 0 counts"
     label, (line,) = first["only elsewhere"]
     assert label is None and "the plan cache cannot keep" in line and second["only elsewhere"] == [None, []]

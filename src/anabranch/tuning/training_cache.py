@@ -156,7 +156,7 @@ class TrainingCache:
         if self._collectives.residuals.warmup_steps:
             allowed += warm_up_kinds(options.kinds, self._collectives, self._parameters)
         if self._collectives.nodes is not None:
-            allowed += map(two_level, allowed)
+            allowed += [two_level(kind) for kind in allowed]
         for bucket in choice.plan.buckets:
             if bucket.collective not in allowed:
                 raise PlanError(f"its plan sends gradients by {bucket.collective}, which this training did not ask for")
