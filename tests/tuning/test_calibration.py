@@ -118,6 +118,16 @@ def test_compressed_kinds_that_were_not_tried_are_corrected_as_those_that_were()
     assert later.seconds("int8", 0) == pytest.approx(3e-3) and later.seconds("oktopk:0.01", 0) == pytest.approx(4e-3)
 
 
+def test_what_dense_messages_cost_on_two_levels_says_nothing_about_compressed_ones() -> None:
+    line = Curve.linear(1e-3, 1e-8)
+    network = Network(4, dict.fromkeys(("dense", "dense@nodes", "int8", "int8@nodes"), line))
+    trace, plan = case([KIB] * 3)
+    exact = Plan(tuple(replace(bucket, collective="dense@nodes") for bucket in plan.buckets))
+    better = with_calibrated_costs(network, trace, exact, [line.seconds(KIB) + 2e-3] * 3)
+    assert better.seconds("dense@nodes", 0) == pytest.approx(3e-3)
+    assert better.curve("dense") == better.curve("int8") == better.curve("int8@nodes") == line
+
+
 def test_the_delay_of_a_message_is_what_computing_took_longer() -> None:
     line = Curve.linear(1e-3, 1e-8)
     network = Network(4, dict.fromkeys(("dense", "int8", "int4", "all_gather"), line))

@@ -10,7 +10,7 @@ from anabranch.tuning.decisions import step_noise
 from anabranch.tuning.trial import Trial, prediction_s, share_of_recorded
 from anabranch.values.files import plain
 from anabranch.values.kinds.fidelity import is_compressed
-from anabranch.values.kinds.names import DENSE, is_two_level, two_level
+from anabranch.values.kinds.names import DENSE, is_dense, is_two_level, two_level
 from anabranch.values.network import InsideNodes, Network
 from anabranch.values.plan import Bucket, Plan
 from anabranch.values.trace import Trace
@@ -112,16 +112,15 @@ def in_short(found: Findings) -> str:
 
 
 def _exposed_bound(trace: Trace, network: Network) -> str:
-    """The least exposed time of any plan on one lane, and its reason."""
-    first, last = trace.tensors[0], trace.tensors[-1]
+    """The least exposed time of any dense plan on one lane, and its reason."""
+    first, last, dense = trace.tensors[0], trace.tensors[-1], filter(is_dense, network.curves)
     least_ms = (lower_bound_s(trace, network) - trace.backward_s) * 1e3
     reason = (
         f"the last gradient, {last.name}, must still be sent when backward ends"
-        if network.allreduce_s(trace.nbytes) < trace.backward_s - first.ready_s
+        if min(network.seconds(kind, trace.nbytes) for kind in dense) < trace.backward_s - first.ready_s
         else "communication takes longer than backward"
     )
-    flat = " between all ranks" if network.inside is not None else ""
-    return f"At least {least_ms:.2f} ms stay exposed with dense messages{flat} on one lane, since {reason}."
+    return f"At least {least_ms:.2f} ms stay exposed with dense messages on one lane, since {reason}."
 
 
 def _inside_nodes(trace: Trace, network: Network, inside: InsideNodes) -> str:
