@@ -14,9 +14,11 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
+import anabranch as ab
 from anabranch import Bucket, Plan
 from anabranch.exchange.bucket_launcher import BucketLauncher
 from anabranch.exchange.collectives import Collectives
+from anabranch.exchange.compression import collectives_for, settings_of
 from anabranch.exchange.dense import DenseExchanges
 from anabranch.exchange.interface import Group, Steps
 from anabranch.exchange.lanes import Lanes, Message
@@ -77,11 +79,11 @@ SHAPES = {
 class Rig:
     """One lane of these nodes, on a group of the first ranks; it exchanges buckets of parameters of these sizes."""
 
-    def __init__(self, rank: int, nodes: Nodes, group: Group) -> None:
+    def __init__(self, rank: int, nodes: Nodes, group: Group, collectives: Collectives | None = None) -> None:
         self.lanes = Lanes(group, CPU)
         self.lanes.grow(1)
         self.lanes.use_nodes(nodes, [0])
-        self.collectives = Collectives(QuantisedExchanges(), DenseExchanges())
+        self.collectives = collectives or Collectives(QuantisedExchanges(), DenseExchanges())
         self.collectives.use_nodes(nodes, rank)
         self.stages: list[tuple[bool, bool]] = []  # of each one that ended: whether it had works, and was the last
 
@@ -192,6 +194,35 @@ def check_special(answers: list[dict[str, torch.Tensor]]) -> None:
                 assert found.isfinite().sum() == 39
     assert first["sum"].tolist() == [sum(range(ranks))] * 5
     assert first["scalar"].item() == pytest.approx(sum(range(ranks)) / ranks, rel=0.01)
+
+
+def beyond_half(rank: int, kind: str) -> dict[str, torch.Tensor]:
+    """A step whose averages float16 cannot hold: because of residuals, or since scales are rounded up."""
+    group = dist.group.WORLD
+    assert group is not None
+    settings = settings_of(ab.OkTopk(1.0, warmup_steps=0) if kind.startswith("oktopk") else kind)
+    names = {"p0": torch.zeros(64, dtype=torch.float16)}
+    rig = Rig(rank, TWO_BY_TWO, group, collectives_for(settings, names, group, lambda: True))
+    bucket = Bucket(("p0",), 0, f"{kind}@nodes")
+    state = rig.collectives.residuals.of(bucket)
+    if state is not None:
+        state.residual.fill_(400_000.0)
+    average = rig.average(bucket.collective, [64], torch.full((64,), torch.finfo(torch.float16).max).half())
+    rig.lanes.close()
+    return {"average": average, "kept": torch.zeros(32) if state is None else state.residual}
+
+
+def test_averages_that_float16_cannot_hold_are_sent_later() -> None:
+    largest = torch.finfo(torch.float16).max
+    kinds = ("int8", "int4", "oktopk:1.0")
+    answers = cases_on_ranks({kind: (beyond_half, kind) for kind in kinds}, 4, timeout_s=60.0)
+    for kind in kinds:
+        for answer in answers[kind]:
+            assert answer["average"].tolist() == [largest] * 64, kind
+        for place in (0, 1):
+            kept = sum(answers[kind][rank]["kept"] for rank in (place, 2 + place))
+            expected = 0.0 if kind == "int8" else 2 * 400_000.0
+            assert kept.tolist() == pytest.approx([expected] * 32, rel=1e-3), kind
 
 
 # ----------------------------------------------------------------------------------------------------------- lanes

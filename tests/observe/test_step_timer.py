@@ -204,6 +204,16 @@ def test_the_end_of_each_stage_is_marked_also_of_one_without_works() -> None:
     assert three[0] == three[1] and float(str(three[1])) <= float(str(three[2]))
 
 
+def test_a_bucket_of_which_nothing_is_sent_has_no_end() -> None:
+    timer = StepTimer(HostClock())
+    with timer.bucket_timing():
+        timer.forward_begins()
+        stage_over = timer.mark_bucket(0)
+        assert stage_over is not None and timer._current is not None
+        stage_over([], True)
+        assert timer._current.buckets == []
+
+
 def test_stages_wait_for_the_one_before_and_for_their_turn() -> None:
     """Two two-level buckets and a flat one on one lane, and one more on another."""
     kinds = ("dense@nodes", "int8@nodes", "dense", "dense@nodes")

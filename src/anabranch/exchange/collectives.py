@@ -1,6 +1,7 @@
 """Collectives: all exchanges that the buckets of one model can name, and what they keep between steps."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from itertools import chain
 from types import MappingProxyType
 
 import torch
@@ -91,7 +92,11 @@ class Collectives:
         exact = _is_exact(bucket.collective, buffer.dtype)
         exchange = TwoLevelExchange(buffer, numels, self._share, lane.nodes, self._comms, divisor, exact)
         sent = exchange.share, exchange.group, exchange.divisor
-        return exchange.stages(around(family.steps(bucket, *sent), *sent))
+        between = around(family.steps(bucket, *sent), *sent)
+        if buffer.dtype == torch.float16 and not exact:
+            state = self.residuals.of(bucket)
+            between = chain(between, exchange.limited(state.residual if state is not None else None))
+        return exchange.stages(between)
 
     def traffic(self, bucket: Bucket, numel: int, dtype: torch.dtype, ranks: int) -> Traffic | None:
         """Bytes of the last exchange of this bucket, computed without waiting for a device; None if unknown."""

@@ -136,6 +136,19 @@ class TwoLevelExchange:
         """All stages, with this exchange between nodes."""
         return self._scatter(), between if len(self.share) else iter(()), self._gather()
 
+    def limited(self, residual: torch.Tensor | None) -> Steps:
+        """Limit averages to what the gradients' dtype can hold, behind their exchange; it sends nothing.
+
+        float16 cannot hold all of float32. An infinite average would be lost, or, put back, be infinite in every step
+        to come. So what is beyond goes to the residual of one node, if there is one, and is sent in a later step.
+        """
+        largest = torch.finfo(self._buffer.dtype).max
+        fitting = self.share.clamp(-largest, largest)
+        if residual is not None and self.group.rank() == 0:
+            residual.add_(torch.where(self.share.isfinite(), self.share - fitting, 0.0), alpha=self.divisor)
+        self.share.copy_(fitting)
+        yield from ()
+
     def _scatter(self) -> Steps:
         shares, own = self._division.shares, len(self.share)
         record_stream(self._buffer, self.share)

@@ -205,6 +205,8 @@ class StepTimer:
         launched, ends = self.clock.mark(), list[object]()
 
         def stage_over(works: list[dist.Work], is_last: bool) -> None:
+            if not works and not ends:  # an empty bucket, of which nothing is sent
+                return
             ends.append(self.clock.mark_end(launched, works) if works else ends[-1])  # a share may be empty
             if is_last:
                 step.buckets.append((index, launched, ends))
