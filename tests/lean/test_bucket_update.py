@@ -38,9 +38,10 @@ class Skipping(nn.Module):
 
 
 def wrapped(model: nn.Module, fused: bool) -> Any:
-    """A bucket for each layer: there are more than slots."""
+    """A bucket for each layer: there are more than slots. The plan may be that of more ranks, on nodes."""
     names = [name for name, _ in reversed(list(model.named_parameters()))]
-    plan = ab.Plan(tuple(ab.Bucket((name,)) for name in names))
+    kinds = ("dense", "dense@nodes")
+    plan = ab.Plan(tuple(ab.Bucket((name,), 0, kinds[i % 2]) for i, name in enumerate(names)))
     return ab.DataParallel(model, plan=plan, profile_steps=0, memory=ab.Lean(partial(adamw, fused=fused)))
 
 

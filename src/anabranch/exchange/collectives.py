@@ -86,7 +86,7 @@ class Collectives:
         ``around``: what becomes of the steps between all ranks, or between nodes.
         """
         family = self.family(bucket.collective)
-        if not is_two_level(bucket.collective):
+        if not self._in_stages(bucket):
             return [around(family.steps(bucket, buffer, lane.group, divisor), buffer, lane.group, divisor)]
         assert lane.nodes is not None  # before it has such a bucket
         exact = _is_exact(bucket.collective, buffer.dtype)
@@ -101,7 +101,7 @@ class Collectives:
     def traffic(self, bucket: Bucket, numel: int, dtype: torch.dtype, ranks: int) -> Traffic | None:
         """Bytes of the last exchange of this bucket, computed without waiting for a device; None if unknown."""
         family = self.family(bucket.collective)
-        if not is_two_level(bucket.collective):
+        if not self._in_stages(bucket):
             return family.traffic(bucket, numel, dtype, ranks)
         places = self._share.parts
         inside = dense_traffic(numel, dtype, places)
@@ -111,6 +111,10 @@ class Collectives:
             return None
         sent, received = inside.sent_nbytes + between.sent_nbytes, inside.received_nbytes + between.received_nbytes
         return Traffic(sent, received, between.density)
+
+    def _in_stages(self, bucket: Bucket) -> bool:
+        """Whether a bucket is exchanged on two levels; a single rank, given the plan of more, has no nodes."""
+        return self.nodes is not None and is_two_level(bucket.collective)
 
     @property
     def max_ctas(self) -> int | None:
