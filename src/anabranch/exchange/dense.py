@@ -12,7 +12,8 @@ from anabranch.values.plan import Bucket
 
 def dense(buffer: torch.Tensor, group: Group, divisor: float) -> Steps:
     """All-reduce in the buffer's own precision. Scales first, as DDP does, so that the sum of many ranks fits."""
-    buffer.mul_(1.0 / divisor)
+    if divisor != 1:  # a share is divided inside its node
+        buffer.mul_(1.0 / divisor)
     yield issued(dist.all_reduce(buffer, group=group, async_op=True))
 
 

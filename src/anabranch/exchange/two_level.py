@@ -158,14 +158,17 @@ class TwoLevelExchange:
         counts = None if len(set(shares)) == 1 else shares  # equal parts may travel by a faster way
         outputs = None if counts is None else [own] * len(shares)
         yield self._scattered.all_to_all(received.view(-1), sent, SCATTER, outputs, counts)
-        total = received.sum(0, dtype=self._wide)
-        self.share.copy_(total.div_(self._divisor) if self._divides_first else total)
+        if self._divides_first:
+            torch.div(received.sum(0, dtype=self._wide), self._divisor, out=self.share)
+        else:
+            torch.sum(received, 0, dtype=self._wide, out=self.share)
 
     def _gather(self) -> Steps:
         shares, longest = self._division.shares, max(self._division.shares)
-        record_stream(self.share)
-        part = self._buffer.new_empty(1, longest)
-        part[0, : len(self.share)] = self.share
+        record_stream(self._buffer, self.share)
+        part = self.share.to(self._buffer.dtype)
+        if len(part) < longest:
+            part = torch.nn.functional.pad(part, (0, longest - len(part)))
         gathered = self._buffer.new_empty(len(shares), longest)
-        yield self._gathered.all_gather(gathered, part, GATHER)
+        yield self._gathered.all_gather(gathered, part[None], GATHER)
         self._division.to_parameters(gathered, self._buffer)
