@@ -267,6 +267,26 @@ def test_flat_messages_keep_their_place_between_two_level_ones() -> None:
         assert sorted(answer["ended"]) == list(range(60))
 
 
+def one_after_another(rank: int) -> list[str]:
+    """Flat messages on a lane with nodes, while nothing is on its way; and one behind a two-level one."""
+    assert dist.group.WORLD is not None
+    rig = Rig(rank, TWO_BY_TWO, dist.group.WORLD)
+    lane: Any = rig.lanes[0]
+    found = []
+    for kind in ("dense", "dense@nodes", "dense"):
+        assert rig.average(kind, [5], torch.ones(5)).tolist() == [1.0] * 5
+        while not (idle := lane._stages[0].is_idle):
+            time.sleep(0.001)
+        found.append(f"{kind}: {lane._stages[0]._passed}, {idle}")
+    rig.lanes.close()
+    return found
+
+
+def test_flat_messages_make_no_detour() -> None:
+    for answer in on_ranks(one_after_another, 4):
+        assert answer == ["dense: 0, True", "dense@nodes: 1, True", "dense: 1, True"]
+
+
 STAGES = ["the sum inside the node", "the exchange between nodes", "the gathering inside the node"]
 VICTIM = 1
 PARTNERS = (0, 3, 0)  # the rank that waits for it, by stage

@@ -101,6 +101,7 @@ class HostStage:
     def __init__(self, number: int, name: str, failures: list[str]) -> None:
         self.after: HostStage | None = None  # what messages that are not over pass on to
         self._number = number
+        self._taken = self._passed = 0  # messages, as ``is_idle`` needs them
         self._failures = failures
         self._queue: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         # Gloo's own threads must not hold the last reference to a work: releasing it as the interpreter ends aborts.
@@ -110,7 +111,13 @@ class HostStage:
 
     def put(self, job: Job) -> None:
         """Run this job's stage after those already put."""
+        self._taken += 1
         self._queue.put(job)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether all messages have passed on; of the first stage of a lane, to which one thread puts them."""
+        return self._taken == self._passed
 
     def close(self, timeout_s: float) -> bool:
         """End the thread; False if it is still inside a collective after that time."""
@@ -135,6 +142,7 @@ class HostStage:
                 else:
                     assert self.after is not None  # a message of three stages is put to a lane that has them
                     self.after.put(job)
+            self._passed += 1
             del job, message, done  # so that the last bucket is freed while get() blocks
 
     def _run(self, message: Message) -> bool:
@@ -166,7 +174,10 @@ class HostStage:
 
 
 class HostLane:
-    """Threads that run exchanges and wait for them: one, or with nodes one for each stage."""
+    """Threads that run exchanges and wait for them: one, or with nodes one for each stage.
+
+    A message of one stage goes to its thread at once, unless it would overtake one of three.
+    """
 
     def __init__(self, group: Group, name: str, failures: list[str]) -> None:
         self.group = group
@@ -181,13 +192,17 @@ class HostLane:
         done: Future[torch.Tensor] = Future()
         # DDP's reducer cannot read an exception that was set on a future, but it can read one raised in then().
         readable = done.then(lambda future: future.wait())
-        self._stages[0].put(Job(message, done))
+        first, between = self._stages[0], self._stages[len(self._stages) // 2]
+        at_once = len(message.stages) == 1 and first.is_idle
+        (between if at_once else first).put(Job(message, done))
         return readable
 
     def use_nodes(self, nodes: NodeGroups) -> None:
         self.nodes = nodes
         (between,) = self._stages
-        scatter, gather = (HostStage(number, f"{self._name}-{number}", self._failures) for number in (0, 2))
+        scatter, gather = (
+            HostStage(number, f"{self._name}-{NodeGroups._fields[number]}", self._failures) for number in (0, 2)
+        )
         scatter.after, between.after = between, gather
         self._stages = [scatter, between, gather]
 
@@ -381,10 +396,10 @@ class Lanes:
     def _new_node_groups(self, number: int, nodes: Nodes) -> NodeGroups:
         inside, between = nodes.ranks, nodes.places
         made = []
-        for stage, parts in (("scatter", inside), ("between", between), ("gather", inside)):
+        for stage, parts in zip(NodeGroups._fields, (inside, between, inside), strict=True):
             options = self._options(self._max_ctas if parts is between else None)  # inside, links are fast
             made.append(clone_part(self._group, self._backend(), f"anabranch lane {number} {stage}", parts, options))
-        self._own_groups += made
+            self._own_groups.append(made[-1])
         return NodeGroups(*made)
 
     def _backend(self) -> str:
