@@ -56,7 +56,7 @@ def test_buckets_that_sum_inside_nodes_are_counted_with_what_they_cost() -> None
     takes_ms, dense_ms = 2 * 3.0, 1.04 + 41.0
     saves = f"2 of 2 buckets sum inside nodes, which saves {dense_ms - takes_ms:.2f} ms of the {dense_ms:.2f} ms"
     assert saves in text, "all three stages are counted"
-    assert "with dense messages between all ranks on one lane" in text
+    assert "with dense messages on one lane" in text
     unknown = replace(network, curves=NETWORK.curves)  # as of a network.json that was measured for other kinds
     for flat in (NETWORK, unknown):
         assert "nodes" not in explanation(replace(NOTHING, trace=TRACE, network=flat, plan=PLAN))

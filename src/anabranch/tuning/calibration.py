@@ -105,7 +105,7 @@ def with_calibrated_costs(network: Network, trace: Trace, plan: Plan, took_s: Se
         expected = [network.seconds(kind, nbytes) for nbytes in sizes]
         factor, extra_s = _fit(np.array(expected), np.array([took_s[i] for i in own]), network.curve(kind).start_s)
         curves[kind] = network.curve(kind).scaled(factor, extra_s)
-        fits += [(factor, extra_s)] if kind != DENSE else []
+        fits += [(factor, extra_s)] if is_compressed(kind) else []
         of = f"{len(own)} bucket{'s' if len(own) != 1 else ''}"
         named = "costs" if kind == DENSE else f"costs of {kind}"
         note = f"{named} × {factor:.2f} + {extra_s * 1e3:.3f} ms per message, from live steps of {of}"

@@ -120,8 +120,7 @@ def _exposed_bound(trace: Trace, network: Network) -> str:
         if network.allreduce_s(trace.nbytes) < trace.backward_s - first.ready_s
         else "communication takes longer than backward"
     )
-    flat = " between all ranks" if network.inside is not None else ""
-    return f"At least {least_ms:.2f} ms stay exposed with dense messages{flat} on one lane, since {reason}."
+    return f"At least {least_ms:.2f} ms stay exposed with dense messages on one lane, since {reason}."
 
 
 def _inside_nodes(trace: Trace, network: Network, inside: InsideNodes) -> str:
