@@ -274,9 +274,8 @@ class Replication:
         steps = self._steps(unit, buffer, lane) if whole else dense(buffer, lane.group, lane.group.size())
         record_stream(buffer)  # FSDP2 has it from another stream, and may drop it while this one still uses it
         kind = self._exchanges.kind_of(buffer.dtype)
-        lane.submit(
-            Message((steps,), buffer, f"{unit.label} between nodes ({kind})")
-        ).wait()  # on a GPU the host does not
+        label = f"{unit.label} between nodes ({kind})"
+        lane.submit(Message((steps,), buffer, label)).wait()  # on a GPU the host does not
         if unit.record.gradient_divide_factor is not None:  # set_gradient_divide_factor(): HSDP adds between nodes then
             buffer *= self.node_count
         self._last[unit.label] = buffer.numel(), buffer.dtype, whole

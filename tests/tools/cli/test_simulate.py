@@ -11,6 +11,8 @@ from anabranch import planning as planners
 from anabranch.tools.cli import network_text
 from anabranch.tools.cli.main import main
 from anabranch.tools.predict.scaling.compression import priced, sent_nbytes
+from anabranch.tools.report.runs import read_runs
+from anabranch.tools.report.steps import step_views
 from tools.cli.nouns import RING, error_of, json_of, small_trace, trace_file
 
 NETWORK = network_text.network(RING)
@@ -76,3 +78,24 @@ def test_compressed_buckets_are_priced_and_what_is_sent_is_said(
     assert "sends" in out and "oktopk:0.01" in out
     save(Plan(tuple(replace(bucket, collective="gtopk:0.01") for bucket in mixed)), tmp_path / "other.json")
     assert "no cost for the collective 'gtopk:0.01'" in error_of(capsys, *argv[:-1], str(tmp_path / "other.json"))
+
+
+def test_stages_inside_nodes_are_in_the_document_and_in_what_a_report_draws_of_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trace = small_trace()
+    nodes = "two_level:ranks=16,per_node=8,alpha=30us,rate=10gbit,inside_alpha=3us,inside_rate=100gbit"
+    made = planners.using(planners.per_tensor(trace, NETWORK), "int8@nodes")
+    save(made, tmp_path / "plan.json")
+    argv = ["simulate", "--trace", trace_file(tmp_path), "--network", nodes, "--plan", str(tmp_path / "plan.json")]
+    document = json_of(capsys, *argv)
+    timeline = simulate(trace, made, priced(network_text.network(nodes), ["int8@nodes"]))
+    assert document["finish_s"] == timeline.finish_s
+    found = [tuple(row[stage]) for row in document["buckets"] for stage in ("scatter", "gather")]
+    inside = [(span.start_s, span.end_s) for span in timeline.communication if span.track == "inside 0"]
+    assert sorted(found) == sorted(inside) and len(inside) == 2 * len(made)
+    path = tmp_path / "step.json"
+    path.write_text(json.dumps(document))
+    (view,) = step_views(read_runs([path]), [])
+    assert view.timeline.finish_s == timeline.finish_s
+    assert sorted(span.track for span in view.timeline.communication) == sorted(s.track for s in timeline.communication)

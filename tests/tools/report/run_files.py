@@ -77,7 +77,7 @@ def bench_document(model: str = "resnet50", name: str = "DataParallel") -> dict[
 def planned_document(name: str = "layer") -> dict[str, Any]:
     """What simulate --json prints."""
     bucket = {"index": 0, "lane": 1, "collective": "dense", "tensors": 1, "nbytes": 8, "ready_s": 0.1, "start_s": 0.1,
-              "end_s": 0.3, "names": [f"{name}.0"], "sent_nbytes": 12}  # fmt: skip
+              "end_s": 0.3, "names": [f"{name}.0"], "sent_nbytes": 12, "scatter": None, "gather": None}  # fmt: skip
     return {"command": "simulate", "plan": None, "planner": "optimal", "world_size": 8, "fingerprint": "ab", "lanes": 2,
             "forward_s": 0.1, "backward_s": 0.2, "finish_s": 0.3, "communication_s": 0.2, "exposed_s": 0.1,
             "overlap": 0.5, "iteration_s": 0.4, "buckets": [bucket], "written": []}  # fmt: skip

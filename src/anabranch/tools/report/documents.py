@@ -45,7 +45,9 @@ class _Read:
 class PlannedBucket(_Read):
     """One bucket of a step; times count from the start of backward, and one rank sends ``sent_nbytes`` for it.
 
-    None where a number is not known, as of measured steps; those that are predicted lack ``sent_nbytes`` at most.
+    Of a two-level bucket ``start_s`` and ``end_s`` are those of what nodes exchange. ``scatter`` and ``gather``, from
+    when until when, are its stages inside nodes; a flat one has none. Otherwise None where a number is not known, as of
+    measured steps; those that are predicted lack ``sent_nbytes`` at most.
     """
 
     index: Count
@@ -58,6 +60,8 @@ class PlannedBucket(_Read):
     end_s: Instant | None
     names: Annotated[tuple[Name, ...], Field(min_length=1)]
     sent_nbytes: Count | None = None
+    scatter: tuple[Instant, Instant] | None = None
+    gather: tuple[Instant, Instant] | None = None
 
     def __post_init__(self) -> None:
         if self.start_s is not None and self.end_s is not None and self.end_s < self.start_s:

@@ -100,6 +100,7 @@ def planned_buckets(
     """Buckets by number, with when they were on their lane in ``timeline``; sizes where ``trace`` has all gradients."""
     tensors = {tensor.name: tensor for tensor in trace.tensors} if trace is not None else {}
     spans = {bucket_number(span.name): span for span in timeline.messages} if timeline else {}
+    stages = {span.name: (span.start_s, span.end_s) for span in timeline.communication} if timeline else {}
     said = timeline.meta.get("world_size") if timeline else None
     ranks = said if isinstance(said, int) and said >= 1 else None
     rows = []
@@ -118,6 +119,8 @@ def planned_buckets(
             end_s=span.end_s if span else None,
             names=bucket.names,
             sent_nbytes=sent_nbytes(bucket.collective, members, ranks) if known and ranks else None,
+            scatter=stages.get(f"{span.name}, scatter") if span else None,
+            gather=stages.get(f"{span.name}, gather") if span else None,
         )
         rows.append(row)
     return tuple(rows)

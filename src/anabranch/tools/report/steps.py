@@ -14,7 +14,7 @@ from anabranch.tools.report.runs import Runs
 from anabranch.tools.report.window import Wait
 from anabranch.values.errors import PlanError
 from anabranch.values.plan import Plan
-from anabranch.values.timeline import COMPUTE, INSIDE, Interval, Span, Timeline, union
+from anabranch.values.timeline import COMPUTE, INSIDE, Interval, Span, Timeline, inside_track, lane_track, union
 from anabranch.values.trace import Trace
 
 Predicted = tuple[str, Timeline, Plan, Trace]  # a title, and a step that was simulated
@@ -82,11 +82,12 @@ def plan_fits(plan: Plan, trace: Trace) -> bool:
 def _predicted_view(name: str, step: PlanDocument | SimulateDocument) -> StepView:
     """A step that the commands plan or simulate predicted."""
     spans = [Span(COMPUTE, "forward", -step.forward_s, 0.0), Span(COMPUTE, "backward", 0.0, step.backward_s)]
-    spans += [
-        Span(f"lane {row.lane}", f"bucket {row.index}", row.start_s, row.end_s)
-        for row in step.buckets
-        if row.start_s is not None and row.end_s is not None
-    ]
+    for row in step.buckets:
+        if row.start_s is not None and row.end_s is not None:
+            spans.append(Span(lane_track(row.lane), f"bucket {row.index}", row.start_s, row.end_s))
+        for stage, interval in (("scatter", row.scatter), ("gather", row.gather)):
+            if interval is not None:
+                spans.append(Span(inside_track(row.lane), f"bucket {row.index}, {stage}", *interval))
     plan_name = step.planner or (step.plan if isinstance(step, SimulateDocument) else None) or "a plan"
     title = f"{name}: {plan_name} on {step.world_size:,} ranks"
     return StepView(title, False, Timeline(tuple(spans), {"source": "simulated"}), step.buckets)
