@@ -143,7 +143,7 @@ class ExternalBuckets:
         return [Bucket(part, 0, by) for part, by in ((rest, kind), (whole, DENSE)) if part]
 
     def begin_step(self, scaler: Scaler | None) -> None:
-        """Call it inside backward before an exchange; ``steps`` does so itself. Only the first of a step matters."""
+        """Call it inside backward before an exchange; ``stages`` does so itself. Only the first of a step matters."""
         if self.in_step:
             return
         self.in_step = True
