@@ -22,7 +22,7 @@ LOST = 9  # of one whose handler raised, and whose training went on until someth
 PEER_ENDED = 1  # of one that the handler never reached: the other rank ended first, and a message to it failed
 TRIES = 10  # of each signal
 WIDTH, ROWS = 512, 128  # so that most of a backward pass is in C++, where a signal waits for the next line of Python
-DEADLINE_S = 20.0  # a rank that has lost the signal trains until it is killed
+DEADLINE_S = 120.0  # a rank that has lost the signal trains until it is killed; no load of the machine reaches it
 
 
 class StopError(Exception):
