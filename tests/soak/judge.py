@@ -243,7 +243,9 @@ def nameless(error: Event) -> str:
 
 
 def _is_ddps(error: Event) -> bool:
-    """Whether a message of DDP's own failed."""
+    """Whether a message of DDP's own failed, or of another part of torch's."""
+    if error.get("caller") == "checkpoint":  # torch.distributed.checkpoint's own
+        return True
     if IN_BACKWARD.fullmatch(error["trace"]):
         return bool(error.get("ddp_sends_in_backward"))
     return bool(DDPS_IN_FORWARD.fullmatch(error["trace"]))

@@ -32,6 +32,7 @@ from soak.sharded import ShardedTraining, two_nodes
 from soak.training import Training, nothing
 
 CHECKPOINT_STEPS = 4
+CALLERS = {"anabranch": "src/anabranch/", "checkpoint": "torch/distributed/checkpoint/"}  # by a part of their paths
 LOOPS, LOOP_STEPS = 6, 100
 GARBAGE_ROUNDS = 3  # objects of C++ let go of others only when they are freed themselves
 
@@ -88,7 +89,8 @@ def run(order: Order) -> None:
     except BaseException as error:
         if isinstance(error, SystemExit) and not case.kind.signals:
             raise
-        journal.note("error", kind=type(error).__name__, words=str(error), trace=_where(error), **rank.situation())
+        found = {"kind": type(error).__name__, "words": str(error), "trace": _where(error), "caller": _caller(error)}
+        journal.note("error", **found, **rank.situation())
         if case.ending == "raise":
             raise
     else:
@@ -325,6 +327,15 @@ def _where(error: BaseException) -> str:
     """The innermost place of an error, such as "lanes.py:120 in _run"."""
     frames = traceback.extract_tb(error.__traceback__)
     return f"{Path(frames[-1].filename).name}:{frames[-1].lineno} in {frames[-1].name}" if frames else ""
+
+
+def _caller(error: BaseException) -> str:
+    """Whose code is the innermost one of an error: "anabranch", torch's "checkpoint", or neither."""
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        for whose, folder in CALLERS.items():
+            if folder in frame.filename:
+                return whose
+    return ""
 
 
 def _stop(number: int, _frame: object) -> NoReturn:

@@ -97,6 +97,9 @@ def test_gloos_own_words_say_too_little_under_a_plan(words: str) -> None:
     forward, backward = "distributed.py:1775 in _pre_forward", "graph.py:979 in _engine_run_backward"
     assert nameless({**error, "trace": forward, "ddp_sends_in_backward": False}) == "", "DDP's own message"
     assert nameless({**error, "trace": backward, "ddp_sends_in_backward": True}) == "", "DDP's own message"
+    gathers = "distributed_c10d.py:4287 in all_gather"
+    assert nameless({**error, "trace": gathers, "caller": "checkpoint"}) == "", "a message of torch's checkpoints"
+    assert nameless({**error, "trace": gathers, "caller": "anabranch"}).startswith("raised Gloo's own")
     assert nameless({**error, "trace": backward, "ddp_sends_in_backward": False}).startswith("raised Gloo's own")
 
 
