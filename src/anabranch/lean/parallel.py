@@ -415,7 +415,7 @@ def _flat_reason(compress: Settings, find_unused: bool, memory: Lean) -> str:
     if find_unused:
         return "under Lean find_unused_parameters=True sends more behind each bucket"
     if memory.within is not None:
-        return "Lean(within=...) has no account of what two levels need meanwhile"
+        return "under Lean a memory budget does not count what two levels need"
     return ""
 
 
